@@ -1,0 +1,494 @@
+"""Attention of a ragged batch of queries over a paged key/value cache, with sinks, window and soft cap."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float8e4m3fn, Int32
+
+from jaxattn import _checks, _mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
+from pallas_kernels import _mosaic
+from pallas_kernels import paged_attention as mosaic
+
+_OP = "paged_attention"
+FP8 = "float8_e4m3fn"
+
+type Cache = Float[Array, "P page K D"] | Float8e4m3fn[Array, "P page K D"]
+type Output = Float[Array, "N H D"] | tuple[Float[Array, "N H D"], Float[Array, "N H"]]
+
+
+def paged_attention(
+    q: Float[Array, "N H D"],
+    k_pages: Cache,
+    v_pages: Cache,
+    page_table: Int32[Array, "B pages"],
+    lengths: Int32[Array, " B"],
+    query_start: Int32[Array, " B+1"],
+    *,
+    sinks: Float[Array, " H"] | None = None,
+    k_scale: Float[Array, ""] | None = None,
+    v_scale: Float[Array, ""] | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    checked: bool = False,
+    implementation: str | None = None,
+    config: Any = None,
+) -> Output:
+    r"""Attention of each request's newest tokens over its pages, decode and chunked prefill mixed.
+
+    Query row `query_start[b] + i` is token `p = lengths[b] - T_b + i` of request `b`, with
+    `T_b = query_start[b+1] - query_start[b]`; its head `h` sees keys `j` of KV head `h // (H / K)`:
+
+        s_j = softcap * tanh(scale * q.k_j / softcap)        (softcap=None: scale * q.k_j)
+        o   = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sinks_h)),   lse = log sum_j exp(s_j)
+
+    over `0 <= j < lengths[b]`, and `j <= p` if `causal`, and `p - j < window` (and `j - p < window` if not causal).
+
+    Args:
+        q: packed queries in bfloat16, float16 or float32 (float64: reference only); H a multiple of K.
+        k_pages: key pool in q's dtype, or float8_e4m3fn codes.
+        v_pages: value pool, same dtype and shape as `k_pages`.
+        page_table: page numbers of each request. Only the first `ceil(lengths[b] / page)` entries are read.
+        lengths: valid keys per request, this step's tokens included. Slots beyond are not read: they may hold NaN.
+        query_start: exclusive prefix sums of query lengths; rows from `query_start[B]` on are padding (zeros out).
+        sinks: logits that enter each head's denominator only; not scaled. -inf = no sink, +inf = zero output.
+        k_scale: what the key codes are multiplied with; float8 caches only, None = 1.
+        v_scale: the same for values.
+        scale: softmax scale, None = D**-0.5.
+        causal: bottom-right aligned causal mask.
+        window: number of visible positions, the token itself included; None = all.
+        softcap: bound of the scores, applied before the mask.
+        return_lse: also return the log-sum-exp.
+        checked: read `page_table`, `lengths` and `query_start` and raise if they contradict the pool; needs concrete
+            arrays. Without it such values give wrong rows, never an access outside the arrays.
+        implementation: None (choose), "reference" or "mosaic".
+        config: launch configuration of the named kernel.
+
+    Returns:
+        `o` in q's dtype; with `return_lse` also the natural-log `lse` in float32 (float64 for float64 inputs), the sink
+        **not** included. A row that sees no key has o = 0 and lse = -inf, whatever the sink.
+
+    Raises:
+        TypeError: dtypes; ValueError: shapes, options, or values in checked mode;
+        NotImplementedError: the named implementation cannot run this call.
+
+    Source: vLLM 0.26.0 `triton_unified_attention.py` for the batch layout; sinks as in gpt-oss,
+    https://arxiv.org/abs/2508.10925.
+    """
+    args = prepare(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        lengths,
+        query_start,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        return_lse=return_lse,
+        checked=checked,
+    )
+    return _mechanism.run(MECHANISM, args, implementation, config)
+
+
+def prepare(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    query_start,
+    *,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    scale=None,
+    causal=True,
+    window=None,
+    softcap=None,
+    return_lse=False,
+    checked=False,
+) -> Args:
+    """Validate and complete the arguments of `paged_attention`; raises as it does."""
+    dims = _checks.check_shapes(
+        _OP,
+        q=(q, "N H D"),
+        k_pages=(k_pages, "P page K D"),
+        v_pages=(v_pages, "P page K D"),
+        page_table=(page_table, "B pages"),
+        lengths=(lengths, "B"),
+        query_start=(query_start, "B+1"),
+        **({} if sinks is None else {"sinks": (sinks, "H")}),
+    )
+    H, K, P = dims["H"], dims["K"], dims["P"]
+    if K == 0 or H % K:
+        raise ValueError(f"{_OP}: query heads must be a multiple of kv heads, got H={H} (q) and K={K} (k_pages)")
+    if P == 0 or dims["page"] == 0:
+        raise ValueError(f"{_OP}: the pool needs at least one page of one slot, got shape {tuple(k_pages.shape)}")
+    dtype = _checks.check_dtype(_OP, "q", q, _checks.FLOATS)
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        _checks.check_dtype(_OP, name, x, (dtype, FP8), "cast q or the cache")
+    if _checks.dtype_name(k_pages) != _checks.dtype_name(v_pages):
+        raise TypeError(
+            f"{_OP}: k_pages and v_pages must have the same dtype, got "
+            f"{_checks.dtype_name(k_pages)} and {_checks.dtype_name(v_pages)}"
+        )
+    for name, x in (
+        ("page_table", page_table),
+        ("lengths", lengths),
+        ("query_start", query_start),
+    ):
+        _checks.check_dtype(_OP, name, x, ("int32",))
+    fp8 = _checks.dtype_name(k_pages) == FP8
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        # float64 codes are an upcast float8 cache: the truth of such a case
+        if x is not None and not fp8 and dtype != _checks.F64:
+            raise ValueError(
+                f"{_OP}: {name} belongs to a {FP8} cache, but the cache is {_checks.dtype_name(k_pages)}; leave it out"
+            )
+        if _checks.is_array(x) and x.size != 1:
+            raise ValueError(f"{_OP}: {name} must be one number, got shape {tuple(x.shape)}")
+    _checks.check_positive(_OP, scale=scale, window=window, softcap=softcap)
+    if checked:
+        check_paging(page_table, lengths, query_start, tokens=dims["N"], pool=P, page=dims["page"])
+    return {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": page_table,
+        "lengths": lengths,
+        "query_start": query_start,
+        "sinks": sinks,
+        "k_scale": k_scale if k_scale is None or _checks.is_array(k_scale) else jnp.float32(k_scale),
+        "v_scale": v_scale if v_scale is None or _checks.is_array(v_scale) else jnp.float32(v_scale),
+        "scale": float(dims["D"] ** -0.5 if scale is None else scale),
+        "causal": bool(causal),
+        "window": None if window is None else int(window),
+        "softcap": None if softcap is None else float(softcap),
+        "return_lse": bool(return_lse),
+    }
+
+
+def check_paging(page_table, lengths, query_start, *, tokens: int, pool: int, page: int) -> None:
+    """Raise `ValueError` unless the tables describe requests that fit the pool.
+
+    Args:
+        page_table: int32 [B, pages].
+        lengths: int32 [B].
+        query_start: int32 [B+1].
+        tokens: rows of q.
+        pool: pages in the pool.
+        page: slots per page.
+
+    Raises:
+        ValueError: with the first request that does not fit, or if a value cannot be read (under jit).
+    """
+    if not _checks.is_concrete(page_table, lengths, query_start):
+        raise ValueError(
+            f"{_OP}: checked=True reads the tables and needs concrete arrays; call check_paging outside jit"
+        )
+    table, n, start = (np.asarray(x) for x in (page_table, lengths, query_start))
+    if start[0] != 0 or (np.diff(start) < 0).any() or start[-1] > tokens:
+        raise ValueError(f"{_OP}: query_start must rise from 0 to at most {tokens} (rows of q), got {start.tolist()}")
+    for b, length in enumerate(n.tolist()):
+        capacity = table.shape[1] * page
+        queries = int(start[b + 1] - start[b])
+        if not queries <= length <= capacity:
+            raise ValueError(
+                f"{_OP}: lengths[{b}] must lie between the request's {queries} query tokens and the table's "
+                f"{table.shape[1]} pages x {page} = {capacity} slots, got {length}"
+            )
+        used = table[b, : -(-length // page)]
+        bad = np.flatnonzero((used < 0) | (used >= pool))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(f"{_OP}: page_table[{b}, {i}] must be a page of the pool, 0 to {pool - 1}, got {used[i]}")
+
+
+def _reference(
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    query_start,
+    *,
+    sinks,
+    k_scale,
+    v_scale,
+    scale,
+    causal,
+    window,
+    softcap,
+    return_lse,
+):
+    """Textbook softmax with one more logit per head, one request after the other; float64 inputs give the truth.
+
+    16-bit inputs are multiplied exactly, accumulated in float32, and P is rounded to the dtype of V before the second
+    product, as every kernel does.
+    """
+    (N, H, D), (P, page, K, _) = q.shape, k_pages.shape
+    B, S, G = page_table.shape[0], page_table.shape[1] * page, H // K
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    row, col = jnp.arange(N), jnp.arange(S)
+    qw = q.astype(wide).reshape(N, K, G, D)
+
+    def request(b, carry):
+        o, lse = carry
+        mine = (row >= query_start[b]) & (row < query_start[b + 1])
+        pos = lengths[b] - query_start[b + 1] + row
+        visible = mine[:, None] & (col < lengths[b]) & _band(pos[:, None], col, causal, window)
+        read = visible.any(0)
+        pages = jnp.clip(page_table[b], 0, P - 1)
+
+        def gather(pool, pool_scale):
+            x = pool[pages].reshape(S, K, D).astype(wide)
+            if pool_scale is not None:
+                x = (x * pool_scale.astype(wide).reshape(())).astype(q.dtype).astype(wide)
+            return jnp.where(read[:, None, None], x, 0)
+
+        k, v = gather(k_pages, k_scale), gather(v_pages, v_scale)
+        s = jnp.einsum("nkgd,skd->nkgs", qw, k, precision="highest") * scale
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        s = jnp.where(visible[:, None, None], s, -jnp.inf)
+        sink = jnp.full((K, G), -jnp.inf, wide) if sinks is None else sinks.astype(wide).reshape(K, G)
+        m = jnp.max(s, -1)
+        top = jnp.maximum(m, sink)
+        safe = jnp.where(jnp.isfinite(top), top, 0)  # no key and no sink, or an infinite sink
+        e = jnp.exp(s - safe[..., None])
+        total = e.sum(-1) + jnp.exp(sink - safe)
+        p = e.astype(q.dtype).astype(wide)
+        new = jnp.einsum("nkgs,skd->nkgd", p, v, precision="highest") / total[..., None]
+        some = jnp.isfinite(m)
+        new = jnp.where((some & (sink < jnp.inf))[..., None], new, 0)
+        own_max = jnp.where(some, m, 0)
+        plain = jnp.log(jnp.exp(s - own_max[..., None]).sum(-1)) + own_max
+        o = jnp.where(mine[:, None, None], new.reshape(N, H, D), o)
+        return o, jnp.where(mine[:, None], plain.reshape(N, H), lse)
+
+    start = jnp.zeros((N, H, D), wide), jnp.full((N, H), -jnp.inf, wide)
+    o, lse = lax.fori_loop(0, B, request, start)
+    return (o.astype(q.dtype), lse) if return_lse else o.astype(q.dtype)
+
+
+def _band(pos, col, causal, window):
+    """Visible pairs of query and key position, the length apart."""
+    visible = jnp.broadcast_to(True, jnp.broadcast_shapes(pos.shape, col.shape))
+    if causal:
+        visible &= col <= pos
+    if window is not None:
+        visible &= pos - col < window
+        if not causal:
+            visible &= col - pos < window
+    return visible
+
+
+def _outputs(*, return_lse, **_):
+    return ("o", "lse") if return_lse else ("o",)
+
+
+def _cost(*, q, k_pages, page_table, lengths, query_start, causal, window, **_):
+    """Visible score pairs x 4 D H flops; q, o and each request's visible keys and values once."""
+    (_, H, D), (_, page, K, _) = q.shape, k_pages.shape
+    n, start = np.asarray(lengths, np.int64), np.asarray(query_start, np.int64)
+    pairs = keys = 0
+    for length, queries in zip(n.tolist(), np.diff(start).tolist(), strict=True):
+        if queries == 0:
+            continue
+        pos = np.arange(length - queries, length)
+        low = np.zeros_like(pos) if window is None else np.maximum(pos - window + 1, 0)
+        high = pos + 1 if causal else np.full_like(pos, length)
+        if window is not None and not causal:
+            high = np.minimum(pos + window, length)
+        pairs += int((high - low).sum())
+        keys += int(high.max() - low.min())
+    flops = 4 * pairs * H * D
+    cache = 2 * keys * K * D * jnp.dtype(k_pages.dtype).itemsize
+    return flops, cache + 2 * q.size * jnp.dtype(q.dtype).itemsize
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    query_lengths: tuple[int, ...],
+    lengths: tuple[int, ...],
+    *,
+    H: int = 8,
+    K: int = 2,
+    D: int = 64,
+    page: int = 16,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    sinks: bool = False,
+    padding: int = 0,
+    poison: bool = True,
+    **options,
+) -> Args:
+    """Random arguments of `paged_attention` with shuffled pages; what must not be read is NaN or out of range.
+
+    Args:
+        rng: source of randomness.
+        query_lengths: new tokens of each request.
+        lengths: valid keys of each request.
+        H: query heads; K: kv heads; D: head dim; page: slots per page.
+        dtype: of q; cache_dtype: None = dtype, or "float8_e4m3fn" with random scales.
+        sinks: draw sinks, with -inf, 0, +inf and 5 among them.
+        padding: rows of q behind the last request.
+        poison: NaN in free slots and pages, huge numbers in unused table entries.
+        **options: passed on to the op.
+    """
+    B, pages = len(lengths), max(1, max(-(-n // page) for n in lengths))
+    pool = B * pages + 3
+    start = np.concatenate([[0], np.cumsum(query_lengths)]).astype(np.int32)
+    k, v = (rng.standard_normal((pool, page, K, D)).astype(np.float32) for _ in range(2))
+    table = rng.permutation(pool)[: B * pages].reshape(B, pages).astype(np.int32)
+    if poison:
+        owned = np.zeros((pool, page), bool)
+        for b, n in enumerate(lengths):
+            window = options.get("window")
+            queries = query_lengths[b]
+            low = max(0, n - queries - window + 1) if window and queries else 0
+            slots = np.arange(low, n)
+            owned[table[b, slots // page], slots % page] = True
+            table[b, -(-n // page) :] = 2**31 - 1
+        k[~owned], v[~owned] = np.nan, np.nan
+    args: Args = {}
+    if cache_dtype == FP8:
+        args = {
+            "k_scale": np.float32(rng.uniform(0.01, 0.05)),
+            "v_scale": np.float32(rng.uniform(0.01, 0.05)),
+        }
+        k, v = k / args["k_scale"], v / args["v_scale"]
+        k, v = (np.clip(x, -448, 448) for x in (k, v))
+    if sinks:
+        s = rng.standard_normal(H).astype(np.float32)
+        special = np.array([-np.inf, 0, 5, np.inf], np.float32)[: H - 1]
+        s[: special.size] = special
+        args["sinks"] = jnp.asarray(s)
+    q = rng.standard_normal((int(start[-1]) + padding, H, D)).astype(np.float32)
+    q[int(start[-1]) :] = np.nan if poison else 0
+    return args | {
+        "q": jnp.asarray(q, dtype),
+        "k_pages": jnp.asarray(k, cache_dtype or dtype),
+        "v_pages": jnp.asarray(v, cache_dtype or dtype),
+        "page_table": jnp.asarray(table),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+        "query_start": jnp.asarray(start),
+        **options,
+    }
+
+
+def _case(name: str, query_lengths, lengths, *tags: str, **options) -> Case:
+    return Case(
+        name=name,
+        make=lambda rng: make_inputs(rng, query_lengths, lengths, **options),
+        tags=frozenset(tags or ("smoke",)),
+    )
+
+
+_CASES = (
+    _case("decode-lens-1-to-full", (1, 1, 1, 1), (1, 17, 64, 70), return_lse=True),
+    _case("decode-sinks", (1, 1, 1), (1, 31, 65), sinks=True, return_lse=True),
+    _case("decode-window31-sinks", (1, 1), (32, 90), sinks=True, window=31, return_lse=True),
+    _case("mixed-prefill", (1, 5, 33), (40, 5, 50), return_lse=True),
+    _case("mixed-window16-sinks", (1, 5, 20), (40, 5, 60), window=16, sinks=True, return_lse=True),
+    _case("noncausal-window9", (3, 20), (20, 41), causal=False, window=9, return_lse=True),
+    _case("softcap", (1, 7), (33, 50), softcap=2.0, H=4, K=4, return_lse=True),
+    _case(
+        "empty-requests-and-padding",
+        (0, 1, 0, 2),
+        (0, 20, 5, 2),
+        padding=3,
+        sinks=True,
+        return_lse=True,
+    ),
+    _case("gqa1-page64-D128", (2, 1), (70, 3), H=2, K=2, D=128, page=64),
+    _case("gqa6", (1, 9), (77, 30), H=6, K=1),
+    _case("gqa7-page32", (9, 1), (40, 33), H=7, K=1, page=32),
+    _case("gqa24", (2, 3), (20, 40), H=48, K=2),
+    _case("page128", (1, 3), (130, 200), page=128),
+    _case("D256", (1, 3), (50, 33), H=4, K=2, D=256),
+    _case("fp16", (1, 5), (65, 30), dtype="float16", sinks=True, return_lse=True),
+    _case("fp32", (1, 5), (65, 30), dtype="float32", sinks=True, return_lse=True),
+    _case("fp32-D128-window", (1, 9), (90, 30), dtype="float32", D=128, window=20, return_lse=True),
+    _case("fp8-cache", (1, 4), (70, 33), cache_dtype=FP8, D=128, return_lse=True),
+    _case("batch64", (1,) * 64, tuple(range(1, 1025, 16)), "full", H=32, K=8, D=128, return_lse=True),
+    _case(
+        "prefill-1000",
+        (1000, 63, 127),
+        (1000, 1063, 127),
+        "full",
+        H=16,
+        K=2,
+        D=128,
+        page=64,
+        sinks=True,
+    ),
+    _case("fp32-long", (1, 64), (3000, 1111), "full", dtype="float32", D=128, page=64, return_lse=True),
+    _case("D256-long", (1, 65), (2000, 300), "full", H=8, K=2, D=256, page=64, return_lse=True),
+)
+
+
+def _struct(dtype: str, D: int, page: int, H: int = 32, K: int = 8, cache_dtype: str | None = None) -> Args:
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    pool = array((128, page, K, D), cache_dtype or dtype)
+    return {
+        "q": array((64, H, D), dtype),
+        "k_pages": pool,
+        "v_pages": pool,
+        "page_table": array((8, 16), "int32"),
+        "lengths": array((8,), "int32"),
+        "query_start": array((9,), "int32"),
+    }
+
+
+_SUPPORT = tuple(
+    (f"{dtype}, D {D}, page {page}", _struct(dtype, D, page))
+    for dtype in ("bfloat16", "float16", "float32")
+    for D in (64, 128, 256)
+    for page in (16, 32, 64, 128)
+    if D == 128 or page == 64
+) + (
+    (
+        "bfloat16, float8_e4m3fn cache, D 128, page 64",
+        _struct("bfloat16", 128, 64, cache_dtype=FP8),
+    ),
+    ("bfloat16, D 80, page 64", _struct("bfloat16", 80, 64)),
+    ("bfloat16, D 128, page 8", _struct("bfloat16", 128, 8)),
+    ("float64, D 128, page 64", _struct("float64", 128, 64)),
+)
+
+MECHANISM = Mechanism(
+    name=_OP,
+    source="vLLM 0.26.0 vllm/v1/attention/ops/triton_unified_attention.py; sinks: https://arxiv.org/abs/2508.10925",
+    op=paged_attention,
+    prepare=prepare,
+    reference=_reference,
+    outputs=_outputs,
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.paged_attention,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
+    cases=_CASES,
+    cost=_cost,
+    module="jaxattn.nn.attention:PagedAttention",
+    captures=("attention/paged_*",),
+    support=_SUPPORT,
+)

@@ -1,0 +1,269 @@
+"""The one file that knows JAX's private parts: interpreting, compiling for sm_90a without a GPU, device facts.
+
+Mosaic GPU says of itself that it may change from week to week; whatever a new jax release breaks should break here.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import config as jax_config
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SMEM_BYTES = 232_448
+"""Shared memory that one thread block may use on sm_90."""
+H200 = Path(__file__).with_name("h200_target.txtpb")
+_INSTALL = "install jaxattn[cuda13] (or [cuda12])"
+
+
+# ---------------------------------------------------------------- interpreting
+@contextlib.contextmanager
+def interpret(*, detect_races: bool = True) -> Iterator[None]:
+    """Run every Mosaic kernel traced inside on the CPU, simulated; uninitialised memory is NaN.
+
+    Raises:
+        RuntimeError: on leaving, if `detect_races` and two threads or copies raced.
+    """
+    params = plgpu.InterpretGPUParams(
+        detect_races=detect_races, out_of_bounds_reads="raise", uninitialized_memory="nan"
+    )
+    _interpreter.reset_gpu_interpret_mode_state()
+    try:
+        with plgpu.force_gpu_interpret_mode(params):
+            yield
+            jax.effects_barrier()
+            if detect_races and _races_found():
+                raise RuntimeError("race detected in an interpreted Mosaic kernel; see the log above")
+    finally:
+        _interpreter.reset_gpu_interpret_mode_state()
+
+
+def _races_found() -> bool:
+    try:
+        return bool(_interpreter.get_races().races_found)
+    except AssertionError:  # nothing was interpreted
+        return False
+
+
+def interpreting() -> bool:
+    """True inside `interpret()`; part of jit's cache key, so a traced function is never reused across the border."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+# ---------------------------------------------------------------- device facts
+def why_not_here() -> str | None:
+    """None if Mosaic kernels can run in this process (GPU, interpreted, or being compiled for one), else why not."""
+    if interpreting():
+        return None
+    kind = _abstract_gpu()
+    if kind is not None:
+        return None if _is_hopper(kind) else _wrong_gpu(kind)
+    device = _default_device()
+    if device.platform not in ("gpu", "cuda"):
+        return (
+            f"needs an sm_90a GPU (H100, H200), but this process runs on {device.platform}; on a machine with one, "
+            f"{_INSTALL}"
+        )
+    capability = getattr(device, "compute_capability", None)
+    if str(capability) != "9.0":
+        return _wrong_gpu(f"{device.device_kind} (compute capability {capability})")
+    return _why_no_compiler() or _why_no_driver(device)
+
+
+def _wrong_gpu(kind: str) -> str:
+    return f"needs an sm_90a GPU (H100, H200), got {kind}; use the reference there"
+
+
+def _is_hopper(kind: str) -> bool:
+    return bool(re.search(r"\b(H100|H200|H800|H20|GH200)\b", kind))
+
+
+def _abstract_gpu() -> str | None:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None and device.platform == "gpu" else None
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    if isinstance(device, str):
+        return jax.devices(device)[0]
+    return device if device is not None else jax.devices()[0]
+
+
+def _why_no_compiler() -> str | None:
+    from jax._src.lib import cuda_versions
+
+    if cuda_versions is None:
+        return f"needs JAX's CUDA plugin, which is not installed; {_INSTALL}"
+    if find_ptxas() is None:
+        return (
+            "needs ptxas to compile kernels, found none; pip install nvidia-cuda-nvcc, or put a CUDA 12.8+ bin on PATH"
+        )
+    return None
+
+
+def find_ptxas() -> Path | None:
+    """Where ptxas is: the CUDA wheels beside JAX, `CUDA_ROOT`-style installations, or PATH."""
+    from shutil import which
+
+    from jax._src.lib import cuda_path
+
+    roots = [Path(cuda_path)] if cuda_path else []
+    for entry in sys.path:
+        roots += [Path(entry) / "nvidia" / d for d in ("cu13", "cuda_nvcc")]
+    for root in roots:
+        if (root / "bin" / "ptxas").exists():
+            return root / "bin" / "ptxas"
+    found = which("ptxas")
+    return Path(found) if found else None
+
+
+def _why_no_driver(device: jax.Device) -> str | None:
+    """The plugin's CUDA must not be newer than what the driver offers (major version)."""
+    from jax._src.lib import cuda_versions
+
+    version = re.search(r"cuda (\d+)", getattr(device.client, "platform_version", ""))
+    try:
+        driver = cuda_versions.cuda_driver_get_version() if cuda_versions else None
+    except (AttributeError, RuntimeError):
+        return None
+    if driver and version and int(version[1]) // 1000 > driver // 1000:
+        return (
+            f"the plugin was built for CUDA {int(version[1]) // 1000}, the driver offers {driver // 1000}; "
+            f"update the driver or install jaxattn[cuda{driver // 1000}]"
+        )
+    return None
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the device that is traced for; 132 where nothing tells (H100, H200 SXM)."""
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh is not None and mesh.num_cores:
+        return mesh.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
+# ---------------------------------------------------------------- compiling without a GPU
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler said about one function, compiled for an H200 on a machine without a GPU."""
+
+    name: str
+    seconds: float
+    kernels: tuple[str, ...]
+    registers: int
+    spill_bytes: int
+    error: str | None = None
+
+
+def compile_h200(fn: Callable, *args: Any):
+    """`fn` compiled to sm_90a machine code, in this process; `args` are arrays or `jax.ShapeDtypeStruct`.
+
+    Needs the CUDA plugin, ptxas and libdevice, but no GPU; raises the compiler's error. A broken kernel can abort the
+    process: `compile_report` runs it in another one.
+    """
+    if not jax.tree.leaves(args):
+        raise ValueError("compile_h200 needs at least one array argument, else XLA compiles for the host")
+    description = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
+    mesh = topologies.make_mesh(description, (1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(fn).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+
+
+def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600) -> list[Compiled]:
+    """Compile named functions in a subprocess and read the compiler's resource report.
+
+    Args:
+        program: `module:function`; `function(name)` returns (callable, args) for each of `names`.
+        names: what to compile. After a crash the rest is compiled in a fresh process.
+        timeout_s: for each process.
+
+    Returns:
+        One record per name; a missing lowering, too much shared memory or a crash is its `error`.
+    """
+    done: dict[str, Compiled] = {}
+    while rest := [n for n in names if n not in done]:
+        with tempfile.TemporaryDirectory() as tmp:
+            out = Path(tmp) / "out.jsonl"
+            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_TO="")
+            env.pop("MOSAIC_GPU_DUMP_TO")
+            command = [sys.executable, "-m", "pallas_kernels._mosaic", program, str(out), *rest]
+            try:
+                process = subprocess.run(
+                    command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+                )
+                message = process.stderr.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+            except subprocess.TimeoutExpired:
+                message = [f"no result after {timeout_s:.0f} s"]
+            lines = out.read_text().splitlines() if out.exists() else []
+        for line in lines:
+            record = json.loads(line)
+            done[record["name"]] = Compiled(**(record | {"kernels": tuple(record["kernels"])}))
+        crashed = next((n for n in rest if n not in done), None)
+        if crashed is not None:
+            done[crashed] = Compiled(crashed, 0.0, (), 0, 0, f"the compiler process died: {message[0]}")
+    return [done[n] for n in names]
+
+
+def _compile_main(program: str, out: str, *names: str) -> None:
+    import importlib
+
+    module, _, function = program.partition(":")
+    build = getattr(importlib.import_module(module), function)
+    for name in names:
+        with tempfile.TemporaryFile("w+") as log:
+            start, error = time.monotonic(), None
+            try:
+                with _captured_stdout(log):
+                    fn, args = build(name)
+                    compile_h200(fn, *args)
+            except Exception as e:
+                error = f"{type(e).__name__}: {' '.join(str(e).split())[:500]}"
+            seconds = time.monotonic() - start
+            log.seek(0)
+            text = log.read()
+        record = Compiled(
+            name,
+            seconds,
+            tuple(re.findall(r"Compiling entry function '?([\w$]+)", text)),
+            max(map(int, re.findall(r"Used (\d+) registers", text)), default=0),
+            sum(map(int, re.findall(r"(\d+) bytes spill", text))),
+            error,
+        )
+        with Path(out).open("a") as f:
+            f.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+
+@contextlib.contextmanager
+def _captured_stdout(file) -> Iterator[None]:
+    """Redirect the process's file descriptor 1 and 2: the compiler writes past Python."""
+    sys.stdout.flush()
+    saved = os.dup(1), os.dup(2)
+    try:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, fd)
+            os.close(old)
+
+
+if __name__ == "__main__":
+    _compile_main(*sys.argv[1:])
