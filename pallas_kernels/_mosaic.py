@@ -95,7 +95,7 @@ def _abstract_gpu() -> str | None:
     return device.device_kind if device is not None and device.platform == "gpu" else None
 
 
-def _default_device() -> jax.Device:
+def _default_device() -> Any:
     device = jax.config.jax_default_device
     if isinstance(device, str):
         return jax.devices(device)[0]
@@ -130,7 +130,7 @@ def find_ptxas() -> Path | None:
     return Path(found) if found else None
 
 
-def _why_no_driver(device: jax.Device) -> str | None:
+def _why_no_driver(device: Any) -> str | None:
     """The plugin's CUDA must not be newer than what the driver offers (major version)."""
     from jax._src.lib import cuda_versions
 

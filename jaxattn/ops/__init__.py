@@ -1,0 +1,1 @@
+"""One module per mechanism: the op, its reference and its record."""

@@ -156,7 +156,7 @@ def prepare(
             raise ValueError(
                 f"{_OP}: {name} belongs to a {FP8} cache, but the cache is {_checks.dtype_name(k_pages)}; leave it out"
             )
-        if _checks.is_array(x) and x.size != 1:
+        if x is not None and _checks.is_array(x) and x.size != 1:
             raise ValueError(f"{_OP}: {name} must be one number, got shape {tuple(x.shape)}")
     _checks.check_positive(_OP, scale=scale, window=window, softcap=softcap)
     if checked:
@@ -300,7 +300,7 @@ def _outputs(*, return_lse, **_):
 
 def _cost(*, q, k_pages, page_table, lengths, query_start, causal, window, **_):
     """Visible score pairs x 4 D H flops; q, o and each request's visible keys and values once."""
-    (_, H, D), (_, page, K, _) = q.shape, k_pages.shape
+    (_, H, D), K = q.shape, k_pages.shape[2]
     n, start = np.asarray(lengths, np.int64), np.asarray(query_start, np.int64)
     pairs = keys = 0
     for length, queries in zip(n.tolist(), np.diff(start).tolist(), strict=True):
@@ -340,8 +340,12 @@ def make_inputs(
         rng: source of randomness.
         query_lengths: new tokens of each request.
         lengths: valid keys of each request.
-        H: query heads; K: kv heads; D: head dim; page: slots per page.
-        dtype: of q; cache_dtype: None = dtype, or "float8_e4m3fn" with random scales.
+        H: query heads.
+        K: kv heads.
+        D: head dim.
+        page: slots per page.
+        dtype: of q.
+        cache_dtype: None = dtype, or "float8_e4m3fn" with random scales.
         sinks: draw sinks, with -inf, 0, +inf and 5 among them.
         padding: rows of q behind the last request.
         poison: NaN in free slots and pages, huge numbers in unused table entries.
@@ -454,13 +458,14 @@ def _struct(dtype: str, D: int, page: int, H: int = 32, K: int = 8, cache_dtype:
     }
 
 
-_SUPPORT = tuple(
-    (f"{dtype}, D {D}, page {page}", _struct(dtype, D, page))
-    for dtype in ("bfloat16", "float16", "float32")
-    for D in (64, 128, 256)
-    for page in (16, 32, 64, 128)
-    if D == 128 or page == 64
-) + (
+_SUPPORT = (
+    *(
+        (f"{dtype}, D {D}, page {page}", _struct(dtype, D, page))
+        for dtype in ("bfloat16", "float16", "float32")
+        for D in (64, 128, 256)
+        for page in (16, 32, 64, 128)
+        if D == 128 or page == 64
+    ),
     (
         "bfloat16, float8_e4m3fn cache, D 128, page 64",
         _struct("bfloat16", 128, 64, cache_dtype=FP8),
