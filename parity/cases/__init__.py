@@ -1,0 +1,59 @@
+"""What a foreign capture means in our terms: one adapter per mechanism, under the mechanism's stem."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from parity.captures import Capture
+
+type Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How one output is laid out and judged."""
+
+    axes: tuple[str, ...]
+    """Name of each axis, in order."""
+    slice_rank: int
+    """The first `slice_rank` axes index the slices that are judged one by one; the rest lies inside a slice."""
+    rule: str
+    """Name of a rule of `parity.tolerances` for comparisons with a capture."""
+    contract: str
+    """Name of the rule for the kernel against our own reference."""
+    note: str = ""
+    """An explained difference, with a link; it is printed, and widens nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Translation between a capture's names, layouts and conventions and those of an op."""
+
+    arguments: Callable[["Capture"], dict[str, Any]]
+    """The op's keyword arguments; whatever the op promises not to read is poisoned."""
+    outputs: Mapping[str, Output]
+    """Output name, shared by capture and op -> how it is judged."""
+    expected: Callable[["Capture"], Arrays]
+    """The captured outputs in the op's layout."""
+    convention: Callable[["Capture", Arrays], Arrays]
+    """The op's outputs in the convention of the capture (for example: is the sink part of the log-sum-exp?)."""
+
+
+def find(mechanism: str) -> Adapter:
+    """The adapter of a mechanism.
+
+    Raises:
+        ValueError: the mechanism names captures, but nobody wrote what they mean.
+    """
+    from parity.cases import paged_attention
+
+    adapters = {"paged_attention": paged_attention.ADAPTER}
+    if mechanism not in adapters:
+        raise ValueError(
+            f"{mechanism} has captures but no adapter; write parity/cases/{mechanism}.py and list it in "
+            f"parity/cases/__init__.py (there are: {', '.join(adapters)})"
+        )
+    return adapters[mechanism]

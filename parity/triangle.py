@@ -1,0 +1,421 @@
+"""The parity triangle: capture, reference and kernel of one case, each judged through the float64 truth.
+
+    capture (vLLM, torch)  -- A --  reference  -- B --  kernel,      and C: capture -- kernel
+
+A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B together say which side to blame.
+"""
+
+import datetime
+import fnmatch
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jaxlib
+import ml_dtypes
+import numpy as np
+
+from jaxattn import _checks
+from jaxattn._mechanism import Kernel, Mechanism
+from pallas_kernels import _mosaic
+from parity import cases, judge, tolerances
+
+if TYPE_CHECKING:
+    from parity.captures import Capture
+
+SCHEMA = 1
+"""Version of the report's layout; raise it when a key changes its meaning."""
+COMPARISONS = ("capture_vs_reference", "reference_vs_kernel", "capture_vs_kernel")
+BACKENDS = ("auto", "reference", "interpret", "gpu")
+STATUSES = ("pass", "fail", "skipped", "not_run")
+ROOT = Path(__file__).resolve().parent.parent
+
+type Progress = Callable[[int, int, str], None]
+type Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One verdict: an output of a case, one edge of the triangle."""
+
+    mechanism: str
+    capture: str
+    """`directory/file` that the case was read from."""
+    case: str
+    """`family/case`."""
+    output: str
+    comparison: str
+    """One of `COMPARISONS`."""
+    backend: str
+    """`reference`, `interpret` or `gpu`, never `auto`."""
+    kernel: str | None
+    """Name of the kernel that ran, None where none did."""
+    status: str
+    """`pass`, `fail`, `skipped` (the kernel does not support the case) or `not_run` (nobody asked it to)."""
+    reason: str
+    """One sentence: where, how much against what is allowed, what would have passed."""
+    metrics: dict[str, Any]
+    """`metrics.difference` of the two sides, plus `error`: side -> its statistics against the truth."""
+    allowed: dict[str, dict[str, Any]]
+    """Check -> {measured, allowed, factor, needed}; the name says whose error: `kernel.rms`."""
+    headroom: float | None
+    """Largest measured / allowed; above 1 fails."""
+    worst: list[dict[str, Any]]
+    """Up to ten {index, got, expected, truth}."""
+    slices: dict[str, Any]
+    """Error per slice (token, head) for a heat map; see `metrics.slice_table`."""
+    repro: str
+    """One shell line that repeats this comparison."""
+    time_us: float | None = None
+    """Of the compiled kernel, None when interpreted."""
+    roofline: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as the report stores it."""
+        return asdict(self)
+
+
+def run(
+    mechanisms: Iterable[Mechanism],
+    captures: Iterable["Capture"],
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Judge every capture that belongs to one of the mechanisms, cheap cases first.
+
+    Args:
+        mechanisms: records; each answers for the captures that its `captures` patterns match.
+        captures: as loaded; those that belong to no mechanism are left out.
+        backend: `gpu` (compiled), `interpret` (simulated on the CPU), `reference` (kernels do not run), or `auto`: `gpu`
+            where an sm_90a GPU is usable, else `interpret`.
+        progress: called as `progress(done, total, case)` before each case and once at the end.
+
+    Returns:
+        Three results per output of each case. An exception in a case becomes a failed result.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    backend = resolve(backend)
+    pairs = sorted(pair(mechanisms, captures), key=lambda p: sum(x.nbytes for x in p[1].inputs.values()))
+    results: list[Result] = []
+    for i, (mechanism, capture) in enumerate(pairs):
+        if progress is not None:
+            progress(i, len(pairs), capture.name)
+        results += compare(mechanism, capture, backend)
+    if progress is not None:
+        progress(len(pairs), len(pairs), "")
+    return results
+
+
+def resolve(backend: str) -> str:
+    """The backend that `auto` means here; other names are checked and returned.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        return backend
+    return "interpret" if _mosaic.why_not_here() else "gpu"
+
+
+def pair(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[tuple[Mechanism, "Capture"]]:
+    """Every mechanism with every capture that it answers for."""
+    captures = list(captures)
+    return [(m, c) for m in mechanisms for c in captures if any(fnmatch.fnmatchcase(c.name, p) for p in m.captures)]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What became of the kernel: outputs, or why there are none."""
+
+    outputs: Arrays | None
+    status: str = "pass"
+    reason: str = ""
+    name: str | None = None
+    time_us: float | None = None
+
+
+def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Result]:
+    """The triangle of one case: three results per captured output; exceptions become failed results."""
+    try:
+        adapter = cases.find(mechanism.name)
+        expected = adapter.expected(capture)
+        unknown = sorted(set(expected) - set(adapter.outputs))
+        if unknown:
+            raise ValueError(f"{capture.name} holds outputs that the adapter does not know: {', '.join(unknown)}")
+        args = adapter.arguments(capture)
+        truth = adapter.convention(capture, reference(mechanism, args, wide=True))
+        same = adapter.convention(capture, reference(mechanism, args))
+    except Exception as e:
+        return [
+            _failed(mechanism, capture, backend, output, comparison, e)
+            for output in capture.outputs
+            for comparison in COMPARISONS
+        ]
+    kernel = _run_kernel(mechanism, args, backend)
+    if kernel.outputs is not None:
+        kernel = _Kernel(adapter.convention(capture, kernel.outputs), name=kernel.name, time_us=kernel.time_us)
+    results = []
+    for name in expected:
+        sides = {"capture": expected[name], "reference": same[name]}
+        if kernel.outputs is not None:
+            sides["kernel"] = kernel.outputs[name]
+        for comparison in COMPARISONS:
+            base = _base(mechanism, capture, backend, name, comparison)
+            if "kernel" in comparison and kernel.outputs is None:
+                results.append(_without_verdict(base, kernel.status, kernel.reason, kernel.name))
+                continue
+            try:
+                verdict = edge(adapter.outputs[name], comparison, truth[name], sides)
+            except Exception as e:
+                results.append(_failed(mechanism, capture, backend, name, comparison, e))
+                continue
+            ran = "kernel" in comparison
+            results.append(
+                Result(
+                    **base,
+                    kernel=kernel.name if ran else None,
+                    status=verdict.status,
+                    reason=verdict.reason,
+                    metrics=verdict.metrics,
+                    allowed=verdict.allowed,
+                    headroom=verdict.headroom,
+                    worst=verdict.worst,
+                    slices=verdict.slices,
+                    time_us=kernel.time_us if ran else None,
+                )
+            )
+    return results
+
+
+def edge(output: cases.Output, comparison: str, truth: np.ndarray, sides: dict[str, np.ndarray]) -> "judge.Verdict":
+    """Judge one edge of the triangle.
+
+    Args:
+        output: layout and rules.
+        comparison: one of `COMPARISONS`.
+        truth: float64 output.
+        sides: "capture", "reference" and, for the edges that need it, "kernel".
+    """
+    peer, _, subject = comparison.partition("_vs_")
+    rule = tolerances.find(output.contract if comparison == "reference_vs_kernel" else output.rule)
+    return judge.judge(
+        rule,
+        truth=truth,
+        subject=sides[subject],
+        peer=sides[peer],
+        names=(subject, peer),
+        yardstick=sides["reference"],
+        axes=output.axes,
+        slice_rank=output.slice_rank,
+    )
+
+
+def reference(mechanism: Mechanism, args: dict[str, Any], wide: bool = False) -> Arrays:
+    """Outputs of the mechanism's reference through its front door; `wide` gives the float64 truth."""
+    if wide:
+        with jax.enable_x64(True):
+            return call(mechanism, _checks.upcast(args), "reference")
+    return call(mechanism, args, "reference")
+
+
+def call(mechanism: Mechanism, args: dict[str, Any], implementation: str | None) -> Arrays:
+    """The op under jit, as numpy arrays by output name."""
+    arrays = {k: v for k, v in args.items() if _checks.is_array(v)}
+    static = {k: v for k, v in args.items() if k not in arrays}
+    out = jax.jit(lambda arrays: mechanism.op(**arrays, **static, implementation=implementation))(arrays)
+    out = out if isinstance(out, tuple) else (out,)
+    names = mechanism.outputs(**mechanism.prepare(**args))
+    return {name: np.asarray(x) for name, x in zip(names, out, strict=True)}
+
+
+def supported(mechanism: Mechanism, args: dict[str, Any]) -> tuple[str | None, str]:
+    """The first kernel that supports these arguments, or None and the sentence of the preferred one."""
+    prepared = mechanism.prepare(**args)
+    reasons: dict[str, str | None] = {name: _why_not(k, prepared) for name, k in mechanism.kernels.items()}
+    for name, reason in reasons.items():
+        if reason is None:
+            return name, ""
+    return None, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is no kernel"
+
+
+def _why_not(kernel: Kernel, prepared: dict[str, Any]) -> str | None:
+    return kernel.why_not(**prepared) or kernel.why_not_here()
+
+
+def _run_kernel(mechanism: Mechanism, args: dict[str, Any], backend: str) -> _Kernel:
+    if backend == "reference":
+        return _Kernel(None, "not_run", "backend 'reference' runs no kernel")
+    try:
+        if backend == "interpret":
+            with _mosaic.interpret():
+                name, reason = supported(mechanism, args)
+                return (
+                    _Kernel(None, "skipped", reason)
+                    if name is None
+                    else _Kernel(call(mechanism, args, name), name=name)
+                )
+        name, reason = supported(mechanism, args)
+        if name is None:
+            return _Kernel(None, "skipped", reason)
+        outputs = call(mechanism, args, name)
+        return _Kernel(outputs, name=name, time_us=_time_us(mechanism, args, name))
+    except Exception as e:
+        return _Kernel(None, "fail", _message("the kernel raised", e))
+
+
+def _time_us(mechanism: Mechanism, args: dict[str, Any], name: str) -> float:
+    """Best wall time of one call after warm-up; for orientation, the benchmark script measures properly."""
+    arrays = {k: jax.device_put(v) for k, v in args.items() if _checks.is_array(v)}
+    static = {k: v for k, v in args.items() if k not in arrays}
+    fn = jax.jit(lambda arrays: mechanism.op(**arrays, **static, implementation=name))
+    jax.block_until_ready(fn(arrays))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(arrays))
+        best = min(best, time.perf_counter() - start)
+    return best * 1e6
+
+
+# ---------------------------------------------------------------- results without a judge
+def _base(mechanism: Mechanism, capture: "Capture", backend: str, output: str, comparison: str) -> dict[str, Any]:
+    return {
+        "mechanism": mechanism.name,
+        "capture": source(capture),
+        "case": capture.name,
+        "output": output,
+        "comparison": comparison,
+        "backend": backend,
+        "repro": repro(capture, output, comparison, backend),
+    }
+
+
+def _without_verdict(base: dict[str, Any], status: str, reason: str, kernel: str | None) -> Result:
+    return Result(
+        **base, kernel=kernel, status=status, reason=reason, metrics={}, allowed={}, headroom=None, worst=[], slices={}
+    )
+
+
+def _failed(mechanism, capture, backend, output, comparison, error: Exception) -> Result:
+    base = _base(mechanism, capture, backend, output, comparison)
+    return _without_verdict(base, "fail", _message("the comparison raised", error), None)
+
+
+def _message(what: str, error: Exception) -> str:
+    return f"{what} {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+
+
+def source(capture: "Capture") -> str:
+    """`directory/file` of a capture."""
+    return f"{capture.path.parent.name}/{capture.path.name}"
+
+
+def label(capture: "Capture", output: str, comparison: str) -> str:
+    """Name of a comparison in the test suite."""
+    return f"{capture.path.parent.name}:{capture.name}:{output}:{comparison}"
+
+
+def repro(capture: "Capture", output: str, comparison: str, backend: str) -> str:
+    """One shell line, run from the repository's root, that repeats a comparison."""
+    node = f"parity/test_parity.py::test_triangle[{label(capture, output, comparison)}]"
+    line = ["python", "-m", "pytest", node, "--backend", backend]
+    directory = capture.path.resolve().parent
+    if directory != ROOT / "parity" / "data":
+        line += ["--captures", os.path.relpath(directory, ROOT)]
+    return shlex.join(line)
+
+
+# ---------------------------------------------------------------- the whole report
+def summary(results: Iterable[Result]) -> dict[str, int]:
+    """How many results have each status."""
+    counts = dict.fromkeys(STATUSES, 0)
+    for r in results:
+        counts[r.status] += 1
+    return counts
+
+
+def provenance(backend: str) -> dict[str, Any]:
+    """What our side of the comparison is: versions, device, commit and the flags that change numbers."""
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device.device_kind,
+        "device_platform": device.platform,
+        "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),
+        "backend": resolve(backend),
+        "matmul_precision": jax.config.jax_default_matmul_precision or "default; references ask for highest",
+        "x64": bool(jax.config.jax_enable_x64),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "git": _git("describe", "--always", "--dirty", "--abbrev=12"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git(*command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def report(results: Sequence[Result], captures: Iterable["Capture"], backend: str) -> dict[str, Any]:
+    """The report as it is written to `report.json`."""
+    used = {(r.capture, r.case) for r in results}
+    return {
+        "schema": SCHEMA,
+        "provenance": {
+            "ours": provenance(backend),
+            "captures": {source(c): c.provenance for c in captures if (source(c), c.name) in used},
+        },
+        "summary": summary(results),
+        "results": [r.to_json() for r in results],
+    }
+
+
+def group(results: Iterable[Result]) -> dict[tuple[str, str, str, str], list[Result]]:
+    """Results by (mechanism, capture, case, output): the edges of one triangle each."""
+    groups: dict[tuple[str, str, str, str], list[Result]] = {}
+    for r in results:
+        groups.setdefault((r.mechanism, r.capture, r.case, r.output), []).append(r)
+    return groups
+
+
+def blame(results: Iterable[Result]) -> str:
+    """Which side is wrong, in one sentence, from the edges of one output's triangle."""
+    status = {r.comparison: r.status for r in results}
+    a, b, c = (status.get(name, "not_run") for name in COMPARISONS)
+    if "fail" not in (a, b, c):
+        if b == c == "pass":
+            return "capture, reference and kernel agree"
+        return "capture and reference agree; the kernel did not run" if a == "pass" else "nothing was compared"
+    if a == "fail":
+        if b == "pass":
+            return "capture and reference disagree, and the kernel follows the reference: suspect the reference, then the capture"
+        if b == "fail" and c == "pass":
+            return "the kernel agrees with the capture, the reference with neither: the reference is wrong"
+        if b == "fail":
+            return "all three disagree: repair the reference first, the kernel is judged through it"
+        return "capture and reference disagree, and no kernel ran: suspect the reference, then the capture"
+    if b == "fail":
+        more = "" if c == "fail" else ", within the capture's own error but not within the tighter contract"
+        return f"capture and reference agree: the kernel is wrong{more}"
+    return (
+        "the kernel keeps the contract but lies further from the truth than the capture allows: its accuracy is short"
+    )
