@@ -1,0 +1,185 @@
+"""The paged key/value cache of one attention layer, and the tables that place a ragged batch of requests in it."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxattn import _checks
+from jaxattn.ops.paged_attention import FP8, check_paging
+
+_FP8_MAX = 448.0
+_INT32_MAX = 2**31 - 1
+
+
+@nnx.register_variable_name("kv_pages")
+class KVPages(nnx.Variable):
+    """A pool of pages `[P, page, K, D]`, or its scale; the collection `kv_pages` under Linen's bridge."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedBatch:
+    """Where the packed tokens of one step belong; a pytree, so its values may change without a recompilation.
+
+    All arrays are int32: `page_table [B, pages]`, `lengths [B]` (this step's tokens included), `query_start [B+1]` as
+    in `jaxattn.paged_attention`; `slots [N]` (page * page size + place in the page, negative = do not write) and
+    `positions [N]` (index of the token in its request, 0 for padding) of the packed tokens.
+    """
+
+    page_table: Int32[Array, "B pages"]
+    lengths: Int32[Array, " B"]
+    query_start: Int32[Array, " B+1"]
+    slots: Int32[Array, " N"]
+    positions: Int32[Array, " N"]
+
+    @classmethod
+    def from_lengths(
+        cls,
+        page_table: Int32[Array, "B pages"],
+        lengths: Int32[Array, " B"],
+        query_start: Int32[Array, " B+1"],
+        *,
+        tokens: int,
+        page: int,
+    ) -> Self:
+        """Work out `slots` and `positions`: row `query_start[b] + i` is token `lengths[b] - T_b + i` of request b.
+
+        Rows from `query_start[B]` on are padding, with slot -1; so is a row whose token has no place in the table.
+        The values may be traced.
+
+        Args:
+            page_table: page numbers; only the first `ceil(lengths[b] / page)` of each row are used.
+            lengths: keys per request after this step.
+            query_start: exclusive prefix sums of this step's tokens per request.
+            tokens: N, the packed rows, padding included.
+            page: slots per page.
+
+        Raises:
+            TypeError: a table is not int32; ValueError: shapes disagree, or `tokens` or `page` is out of range.
+        """
+        op = "PagedBatch"
+        dims = _checks.check_shapes(
+            op, page_table=(page_table, "B pages"), lengths=(lengths, "B"), query_start=(query_start, "B+1")
+        )
+        for name, x in (("page_table", page_table), ("lengths", lengths), ("query_start", query_start)):
+            _checks.check_dtype(op, name, x, ("int32",))
+        if tokens < 0 or page < 1 or dims["pages"] < 1:
+            raise ValueError(
+                f"{op}: tokens must be at least 0, page and the table's width at least 1, "
+                f"got tokens={tokens}, page={page}, width {dims['pages']}"
+            )
+        if dims["B"] == 0:
+            nowhere = jnp.full(tokens, -1, jnp.int32)
+            return cls(page_table, lengths, query_start, nowhere, jnp.zeros(tokens, jnp.int32))
+        row = jnp.arange(tokens, dtype=jnp.int32)
+        request = jnp.searchsorted(query_start, row, side="right").astype(jnp.int32) - 1
+        live = (request >= 0) & (request < dims["B"])
+        request = jnp.clip(request, 0, dims["B"] - 1)
+        position = lengths[request] - query_start[request + 1] + row
+        column = position // page
+        number = page_table[request, jnp.clip(column, 0, dims["pages"] - 1)]
+        live &= (position >= 0) & (column < dims["pages"])
+        fits = (number >= 0) & (number <= _INT32_MAX // page - 1)  # a wild entry must not wrap around into the pool
+        slot = jnp.where(live & fits, number * page + position % page, -1)
+        return cls(page_table, lengths, query_start, slot, jnp.where(live, position, 0))
+
+
+class PagedKVCache(nnx.Module):
+    """Key and value pools of one attention layer, `k` and `v` `[P, page, K, D]`, zero at first.
+
+    Pages belong to requests through the page table alone: handing them out and taking them back is the caller's. With
+    `dtype=float8_e4m3fn` the pools hold `e4m3(x / scale)`, saturated at +-448, NaN kept; attention reads `code * scale`
+    rounded to the dtype of its queries.
+
+    Under `nnx.jit` the pools are updated in place if the cache is donated (`donate_argnames="cache"`), copied if not.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any = jnp.bfloat16,
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Allocate the pools.
+
+        Args:
+            num_pages: P.
+            page: slots per page.
+            kv_heads: K.
+            head_dim: D.
+            dtype: of the attention layer, or float8_e4m3fn.
+            k_scale: what key codes are multiplied with; float8 caches only, None = 1.
+            v_scale: the same for values.
+            rngs: not used; accepted for the Linen bridge.
+
+        Raises:
+            TypeError: dtype; ValueError: a size or scale is not positive, or a scale was given without float8.
+        """
+        del rngs
+        op = "PagedKVCache"
+        _checks.check_count(op, num_pages=num_pages, page=page, kv_heads=kv_heads, head_dim=head_dim)
+        shape = (num_pages, page, kv_heads, head_dim)
+        fp8 = _checks.check_dtype(op, "dtype", jax.ShapeDtypeStruct((), dtype), (*_checks.FLOATS, FP8)) == FP8
+        _checks.check_positive(op, k_scale=k_scale, v_scale=v_scale)
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None and not fp8:
+                raise ValueError(
+                    f"{op}: {name} belongs to a {FP8} cache, but dtype is {jnp.dtype(dtype).name}; leave it out"
+                )
+        self.k = KVPages(jnp.zeros(shape, dtype))
+        self.v = KVPages(jnp.zeros(shape, dtype))
+        self.k_scale = KVPages(jnp.float32(1 if k_scale is None else k_scale)) if fp8 else nnx.data(None)
+        self.v_scale = KVPages(jnp.float32(1 if v_scale is None else v_scale)) if fp8 else nnx.data(None)
+
+    def update(self, k: Float[Array, "N K D"], v: Float[Array, "N K D"], slots: Int32[Array, " N"]) -> None:
+        """Write this step's keys and values; rows with a slot outside the pool (-1 by convention) are not written.
+
+        Raises:
+            TypeError: `slots` is not int32, or k or v is not in the cache's dtype (any float dtype for float8);
+            ValueError: shapes disagree with the pool.
+        """
+        op = "PagedKVCache.update"
+        pool = self.k[...]
+        _checks.check_shapes(op, pool=(pool, "P page K D"), k=(k, "N K D"), v=(v, "N K D"), slots=(slots, "N"))
+        _checks.check_dtype(op, "slots", slots, ("int32",))
+        own = _checks.dtype_name(pool)
+        for name, x in (("k", k), ("v", v)):
+            _checks.check_dtype(op, name, x, _checks.FLOATS if own == FP8 else (own,), "cast it or the cache")
+        self.k[...] = _write(pool, _encode(k, self.k_scale), slots)
+        self.v[...] = _write(self.v[...], _encode(v, self.v_scale), slots)
+
+    def check(self, batch: PagedBatch) -> None:
+        """Read a batch's tables and raise `ValueError` unless they fit this pool; for use outside `jit`."""
+        num_pages, page, _, _ = self.k.shape
+        check_paging(
+            batch.page_table,
+            batch.lengths,
+            batch.query_start,
+            tokens=batch.slots.shape[0],
+            pool=num_pages,
+            page=page,
+        )
+
+
+def _encode(x, scale):
+    """What a pool stores: x itself, or its float8 codes, divided (not multiplied by a reciprocal) and saturated."""
+    if scale is None:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale[...]
+    return jnp.clip(wide, -_FP8_MAX, _FP8_MAX).astype(FP8)
+
+
+def _write(pool, x, slots):
+    pages, page = pool.shape[:2]
+    number = jnp.where(slots < 0, pages, slots // page)  # negative indices count from the end, even with mode="drop"
+    return pool.at[number, slots % page].set(x, mode="drop")
