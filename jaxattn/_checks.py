@@ -1,5 +1,7 @@
 """Checks of arguments from shapes and dtypes; every message says what is required, what was given, what to do."""
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,14 +75,37 @@ def check_dtype(op: str, name: str, x: Any, allowed: Sequence[str], hint: str = 
     return given
 
 
-def check_positive(op: str, **values: float | int | None) -> None:
-    """Each value must be None or greater than zero.
+def check_positive(op: str, **values: Any) -> None:
+    """Each value must be None or a finite Python or numpy number greater than zero.
 
     Raises:
-        ValueError: it is not.
+        TypeError: it is no number, but a tracer, say; ValueError: it is not positive.
     """
     for name, value in values.items():
-        if value is not None and not value > 0:
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise TypeError(
+                f"{op}: {name} is compiled in and must be a Python number or None, got {type(value).__name__}"
+            )
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"{op}: {name} must be positive and finite or None, got {value}")
+
+
+def check_count(op: str, **values: Any) -> None:
+    """Each value must be None or a positive integer.
+
+    Raises:
+        TypeError: it is no integer; ValueError: it is not positive.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(
+                f"{op}: {name} is compiled in and must be a Python integer or None, got {type(value).__name__}"
+            )
+        if value < 1:
             raise ValueError(f"{op}: {name} must be positive or None, got {value}")
 
 

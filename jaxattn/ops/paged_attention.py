@@ -131,8 +131,10 @@ def prepare(
         **({} if sinks is None else {"sinks": (sinks, "H")}),
     )
     H, K, P = dims["H"], dims["K"], dims["P"]
-    if K == 0 or H % K:
+    if K == 0 or H == 0 or H % K:
         raise ValueError(f"{_OP}: query heads must be a multiple of kv heads, got H={H} (q) and K={K} (k_pages)")
+    if dims["D"] == 0:
+        raise ValueError(f"{_OP}: the head dim must be at least 1, got shape {tuple(q.shape)} (q)")
     if P == 0 or dims["page"] == 0:
         raise ValueError(f"{_OP}: the pool needs at least one page of one slot, got shape {tuple(k_pages.shape)}")
     dtype = _checks.check_dtype(_OP, "q", q, _checks.FLOATS)
@@ -143,12 +145,10 @@ def prepare(
             f"{_OP}: k_pages and v_pages must have the same dtype, got "
             f"{_checks.dtype_name(k_pages)} and {_checks.dtype_name(v_pages)}"
         )
-    for name, x in (
-        ("page_table", page_table),
-        ("lengths", lengths),
-        ("query_start", query_start),
-    ):
+    for name, x in (("page_table", page_table), ("lengths", lengths), ("query_start", query_start)):
         _checks.check_dtype(_OP, name, x, ("int32",))
+    if sinks is not None:
+        _checks.check_dtype(_OP, "sinks", sinks, _checks.FLOATS)
     fp8 = _checks.dtype_name(k_pages) == FP8
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         # float64 codes are an upcast float8 cache: the truth of such a case
@@ -195,7 +195,8 @@ def check_paging(page_table, lengths, query_start, *, tokens: int, pool: int, pa
     """
     if not _checks.is_concrete(page_table, lengths, query_start):
         raise ValueError(
-            f"{_OP}: checked=True reads the tables and needs concrete arrays; call check_paging outside jit"
+            f"{_OP}: checked=True reads page_table, lengths and query_start and needs concrete arrays; check them "
+            "before jit with jaxattn.ops.paged_attention.check_paging"
         )
     table, n, start = (np.asarray(x) for x in (page_table, lengths, query_start))
     if start[0] != 0 or (np.diff(start) < 0).any() or start[-1] > tokens:
@@ -278,7 +279,7 @@ def _reference(
         return o, jnp.where(mine[:, None], plain.reshape(N, H), lse)
 
     start = jnp.zeros((N, H, D), wide), jnp.full((N, H), -jnp.inf, wide)
-    o, lse = lax.fori_loop(0, B, request, start)
+    o, lse = lax.fori_loop(0, B, request, start) if B and S else start
     return (o.astype(q.dtype), lse) if return_lse else o.astype(q.dtype)
 
 
