@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from typing import Any
 
 import jax
 from jax._src import config as jax_config
+from jax._src import hardware_utils
+from jax._src.lib import cuda_path, cuda_versions
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,7 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 SMEM_BYTES = 232_448
 """Shared memory that one thread block may use on sm_90."""
 H200 = Path(__file__).with_name("h200_target.txtpb")
+_CUDA_EXTRAS = (12, 13)
 _INSTALL = "install jaxattn[cuda13] (or [cuda12])"
+_NEED = "needs an sm_90a GPU (H100, H200)"
 
 
 # ---------------------------------------------------------------- interpreting
@@ -72,18 +77,17 @@ def why_not_here() -> str | None:
         return None if _is_hopper(kind) else _wrong_gpu(kind)
     device = _default_device()
     if device.platform not in ("gpu", "cuda"):
-        return (
-            f"needs an sm_90a GPU (H100, H200), but this process runs on {device.platform}; on a machine with one, "
-            f"{_INSTALL}"
-        )
+        return _why_no_gpu(device.platform)
     capability = getattr(device, "compute_capability", None)
     if str(capability) != "9.0":
         return _wrong_gpu(f"{device.device_kind} (compute capability {capability})")
-    return _why_no_compiler() or _why_no_driver(device)
+    if _cuda_versions() is None:
+        return f"needs JAX's CUDA plugin, which is not installed; {_INSTALL}"
+    return _why_no_driver() or _why_no_compiler()
 
 
 def _wrong_gpu(kind: str) -> str:
-    return f"needs an sm_90a GPU (H100, H200), got {kind}; use the reference there"
+    return f"{_NEED}, got {kind}; use the reference there"
 
 
 def _is_hopper(kind: str) -> bool:
@@ -96,55 +100,69 @@ def _abstract_gpu() -> str | None:
 
 
 def _default_device() -> Any:
+    """The `jax.Device` that computations go to."""
     device = jax.config.jax_default_device
     if isinstance(device, str):
         return jax.devices(device)[0]
     return device if device is not None else jax.devices()[0]
 
 
-def _why_no_compiler() -> str | None:
-    from jax._src.lib import cuda_versions
+def _why_no_gpu(platform: str) -> str:
+    """Why JAX runs on `platform`: there is no GPU, or the first thing that keeps JAX from it."""
+    start = f"{_NEED}, but this process runs on {platform}"
+    if not _nvidia_gpu_visible():
+        return f"{start}; on a machine with one, {_INSTALL}"
+    if _cuda_versions() is None:
+        return f"{start}: the machine has an NVIDIA GPU, but JAX's CUDA plugin is not installed; {_INSTALL}"
+    driver = _why_no_driver()
+    if driver is not None:
+        return f"{start}: {driver}"
+    chosen = jax.config.jax_platforms
+    if chosen and not {"cuda", "gpu"} & set(chosen.split(",")):
+        return f"{start}: JAX was told so (jax_platforms={chosen!r}); unset JAX_PLATFORMS"
+    return f"{start}: JAX could not start CUDA and logged why; {_INSTALL}"
 
-    if cuda_versions is None:
-        return f"needs JAX's CUDA plugin, which is not installed; {_INSTALL}"
+
+def _nvidia_gpu_visible() -> bool:
+    return hardware_utils.has_visible_nvidia_gpu()
+
+
+def _cuda_versions() -> Any:
+    """JAX's module of CUDA versions, None without the CUDA plugin."""
+    return cuda_versions
+
+
+def _why_no_compiler() -> str | None:
     if find_ptxas() is None:
-        return (
-            "needs ptxas to compile kernels, found none; pip install nvidia-cuda-nvcc, or put a CUDA 12.8+ bin on PATH"
-        )
+        return f"needs ptxas to compile kernels, found none; {_INSTALL}, or put ptxas of CUDA 12.8 or newer on PATH"
     return None
 
 
 def find_ptxas() -> Path | None:
-    """Where ptxas is: the CUDA wheels beside JAX, `CUDA_ROOT`-style installations, or PATH."""
-    from shutil import which
-
-    from jax._src.lib import cuda_path
-
-    roots = [Path(cuda_path)] if cuda_path else []
+    """Where ptxas is: JAX's CUDA directory or the usual one, the CUDA wheels beside JAX, or PATH."""
+    roots = [Path(cuda_path or "/usr/local/cuda")]
     for entry in sys.path:
         roots += [Path(entry) / "nvidia" / d for d in ("cu13", "cuda_nvcc")]
     for root in roots:
         if (root / "bin" / "ptxas").exists():
             return root / "bin" / "ptxas"
-    found = which("ptxas")
+    found = shutil.which("ptxas")
     return Path(found) if found else None
 
 
-def _why_no_driver(device: Any) -> str | None:
-    """The plugin's CUDA must not be newer than what the driver offers (major version)."""
-    from jax._src.lib import cuda_versions
-
-    version = re.search(r"cuda (\d+)", getattr(device.client, "platform_version", ""))
-    try:
-        driver = cuda_versions.cuda_driver_get_version() if cuda_versions else None
-    except (AttributeError, RuntimeError):
+def _why_no_driver() -> str | None:
+    """The driver must offer the CUDA major version that the plugin was built for."""
+    versions = _cuda_versions()
+    built, driver = versions.cuda_runtime_build_version() // 1000, versions.cuda_driver_get_version()
+    if driver // 1000 >= built:
         return None
-    if driver and version and int(version[1]) // 1000 > driver // 1000:
-        return (
-            f"the plugin was built for CUDA {int(version[1]) // 1000}, the driver offers {driver // 1000}; "
-            f"update the driver or install jaxattn[cuda{driver // 1000}]"
-        )
-    return None
+    if driver == 0:
+        return "no NVIDIA driver was found; install one"
+    other = f" or install jaxattn[cuda{driver // 1000}]" if driver // 1000 in _CUDA_EXTRAS else ""
+    return (
+        f"JAX's CUDA plugin was built for CUDA {built}, but the driver offers only {driver // 1000}."
+        f"{driver % 1000 // 10}; update the driver{other}"
+    )
 
 
 def num_sms() -> int:
