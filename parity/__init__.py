@@ -1,1 +1,1 @@
-"""The parity suite: captures of foreign implementations against our references and kernels, judged through the truth."""
+"""The parity suite: foreign captures against our references and kernels, judged through the truth."""

@@ -2,7 +2,7 @@
 
     capture (vLLM, torch)  -- A --  reference  -- B --  kernel,      and C: capture -- kernel
 
-A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B together say which side to blame.
+A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B say which side to blame.
 """
 
 import datetime
@@ -93,8 +93,8 @@ def run(
     Args:
         mechanisms: records; each answers for the captures that its `captures` patterns match.
         captures: as loaded; those that belong to no mechanism are left out.
-        backend: `gpu` (compiled), `interpret` (simulated on the CPU), `reference` (kernels do not run), or `auto`: `gpu`
-            where an sm_90a GPU is usable, else `interpret`.
+        backend: `gpu` (compiled), `interpret` (simulated on the CPU), `reference` (kernels do not run), or `auto`,
+            which is `gpu` where an sm_90a GPU is usable, else `interpret`.
         progress: called as `progress(done, total, case)` before each case and once at the end.
 
     Returns:
@@ -399,23 +399,29 @@ def group(results: Iterable[Result]) -> dict[tuple[str, str, str, str], list[Res
 
 def blame(results: Iterable[Result]) -> str:
     """Which side is wrong, in one sentence, from the edges of one output's triangle."""
-    status = {r.comparison: r.status for r in results}
-    a, b, c = (status.get(name, "not_run") for name in COMPARISONS)
+    edges = {r.comparison: r for r in results}
+    a, b, c = (edges[name].status if name in edges else "not_run" for name in COMPARISONS)
     if "fail" not in (a, b, c):
-        if b == c == "pass":
+        if a == b == c == "pass":
             return "capture, reference and kernel agree"
         return "capture and reference agree; the kernel did not run" if a == "pass" else "nothing was compared"
     if a == "fail":
-        if b == "pass":
-            return "capture and reference disagree, and the kernel follows the reference: suspect the reference, then the capture"
-        if b == "fail" and c == "pass":
+        if b == "fail" and (c == "pass" or _shared(edges["capture_vs_kernel"])):
             return "the kernel agrees with the capture, the reference with neither: the reference is wrong"
         if b == "fail":
-            return "all three disagree: repair the reference first, the kernel is judged through it"
-        return "capture and reference disagree, and no kernel ran: suspect the reference, then the capture"
+            return "all three disagree: repair the reference first, because the kernel is judged through it"
+        follows = "and the kernel follows the reference" if b == "pass" else "and no kernel ran"
+        return f"capture and reference disagree {follows}: suspect the reference, then the capture"
     if b == "fail":
-        more = "" if c == "fail" else ", within the capture's own error but not within the tighter contract"
+        more = "" if c == "fail" else ", within the capture's own error but outside the tighter contract"
         return f"capture and reference agree: the kernel is wrong{more}"
-    return (
-        "the kernel keeps the contract but lies further from the truth than the capture allows: its accuracy is short"
-    )
+    return "the kernel keeps the contract but lies further from the truth than the capture allows"
+
+
+def _shared(result: Result) -> bool:
+    """True if both sides of a comparison lie much closer to each other than to the truth."""
+    errors = [e["rms"] for e in result.metrics.get("error", {}).values()]
+    numbers = [result.metrics.get("rms"), *errors]
+    if len(errors) != 2 or not all(isinstance(x, float) for x in numbers):
+        return False
+    return result.metrics["rms"] < tolerances.SHARED_ERROR * min(errors)

@@ -1,0 +1,94 @@
+"""vLLM's and our torch captures of paged attention in the terms of `jaxattn.paged_attention`."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from parity.cases import Adapter, Arrays, Output
+
+if TYPE_CHECKING:
+    from parity.captures import Capture
+
+_UNUSED_PAGE = 2**31 - 1
+
+
+def arguments(capture: "Capture") -> dict[str, Any]:
+    """The op's arguments; cache slots and table entries that it promises not to read become NaN and 2^31 - 1.
+
+    vLLM's names: `block_table` = page table, `cu_seqlens_q` = query starts, `seq_lens` = lengths; window 0 and
+    softcap 0 mean none.
+    """
+    x, params = capture.inputs, capture.params
+    window = params.get("window") or None
+    k, v, table = poisoned(x["k"], x["v"], x["block_table"], x["seq_lens"], x["cu_seqlens_q"], window)
+    args: dict[str, Any] = {
+        "q": x["q"],
+        "k_pages": k,
+        "v_pages": v,
+        "page_table": table,
+        "lengths": x["seq_lens"].astype(np.int32),
+        "query_start": x["cu_seqlens_q"].astype(np.int32),
+    }
+    args |= {name: x[name] for name in ("sinks", "k_scale", "v_scale") if name in x}
+    return {name: jnp.asarray(a) for name, a in args.items()} | {
+        "scale": float(params["scale"]),
+        "causal": bool(params.get("causal", True)),
+        "window": window,
+        "softcap": params.get("softcap") or None,
+        "return_lse": "lse" in capture.outputs,
+    }
+
+
+def poisoned(k, v, table, lengths, starts, window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Copies of pools and table with NaN in every slot and a huge number in every entry that nobody may read."""
+    page, table = k.shape[1], table.astype(np.int32)
+    read = np.zeros(k.shape[:2], bool)
+    for b, length in enumerate(lengths.tolist()):
+        queries = int(starts[b + 1] - starts[b])
+        if queries:
+            low = max(0, length - queries - window + 1) if window else 0
+            slots = np.arange(low, length)
+            read[table[b, slots // page], slots % page] = True
+        table[b, -(-length // page) :] = _UNUSED_PAGE
+    pools = []
+    for pool in (k, v):
+        pool = np.array(pool)
+        pool[~read] = np.nan
+        pools.append(pool)
+    return pools[0], pools[1], table
+
+
+def expected(capture: "Capture") -> Arrays:
+    """The captured outputs, `lse` as [N, H]; `lse_layout` of the parameters starts with H where heads come first."""
+    out = dict(capture.outputs)
+    if "lse" in out and str(capture.params.get("lse_layout", "N H")).strip().upper().startswith("H"):
+        out["lse"] = np.ascontiguousarray(out["lse"].T)
+    return out
+
+
+def convention(capture: "Capture", outputs: Arrays) -> Arrays:
+    """Our outputs as the capture counts them: with `lse_includes_sink`, exp(sink) joins the log-sum-exp."""
+    if "lse" not in outputs or not capture.params.get("lse_includes_sink") or "sinks" not in capture.inputs:
+        return outputs
+    lse = outputs["lse"]
+    sinks = capture.inputs["sinks"].astype(np.float64)
+    return outputs | {"lse": np.logaddexp(lse.astype(np.float64), sinks).astype(lse.dtype)}
+
+
+ADAPTER = Adapter(
+    arguments=arguments,
+    expected=expected,
+    convention=convention,
+    outputs={
+        "o": Output(axes=("token", "head", "dim"), slice_rank=2, rule="default", contract="contract"),
+        "lse": Output(
+            axes=("token", "head"),
+            slice_rank=2,
+            rule="lse",
+            contract="contract_lse",
+            note="FA3 (https://github.com/vllm-project/flash-attention) folds the sink into its LSE, "
+            "FlashMLA (https://github.com/deepseek-ai/FlashMLA) and we do not; see `convention`",
+        ),
+    },
+)
