@@ -1,0 +1,279 @@
+"""The report as data: built from the judge's results, written and read as strict JSON, grouped for the views."""
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEMA = "jaxattn-diff-report/1"
+STATUSES = ("pass", "fail", "skipped", "not_run")
+LABELS = dict(zip(STATUSES, ("pass", "fail", "skipped", "not run"), strict=True))
+COMPARISONS = ("capture_vs_reference", "reference_vs_kernel", "capture_vs_kernel")
+DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+EDGE_NAMES = {c: c.replace("_vs_", f" {DASH} ").capitalize() for c in COMPARISONS}
+FIELDS = ("mechanism", "capture", "case", "output", "comparison", "backend", "status", "reason", "metrics", "allowed")
+FIELDS += ("headroom", "worst", "slices", "repro", "time_us")
+
+_DECIDES = ("fail", "pass", "skipped", "not_run")
+
+type Result = dict[str, Any]
+type Report = dict[str, Any]
+type Key = tuple[str, str, str, str, str]
+
+
+class ReportError(ValueError):
+    """A report file that cannot be read; the message says which and why."""
+
+
+def complete(
+    base: Mapping[str, Any],
+    *,
+    sentences: Mapping[tuple[str, str, str, str], str],
+    mutations: Mapping[str, Any],
+    mechanisms: Iterable[str],
+    unclaimed: Iterable[str] = (),
+) -> Report:
+    """The whole report as JSON values.
+
+    Args:
+        base: what `parity.triangle.report` gives: `provenance` (`ours`, `captures`) and `results` with `FIELDS`.
+        sentences: (mechanism, capture, case, output) -> which side is wrong.
+        mutations: outcome of the judge's mutation suite, see `docs/report.md`.
+        mechanisms: every mechanism that was asked for, also those without a result.
+        unclaimed: captured cases that no mechanism answers for.
+
+    Raises:
+        ReportError: a result lacks a field or has an unknown status or comparison, or two results have one key.
+    """
+    rows = [plain(r) for r in base["results"]]
+    verdicts = [
+        dict(zip(("mechanism", "capture", "case", "output", "sentence"), (*k, text), strict=True))
+        for k, text in sentences.items()
+    ]
+    report = {
+        "schema": SCHEMA,
+        "provenance": plain(base["provenance"]),
+        "summary": {},
+        "results": rows,
+        "verdicts": verdicts,
+        "mutations": plain(mutations),
+        "coverage": {"mechanisms": list(mechanisms), "unclaimed": sorted(unclaimed)},
+    }
+    _check(report, "results")
+    report["summary"] = summary(rows)
+    return report
+
+
+def summary(results: Iterable[Result]) -> dict[str, int]:
+    """Number of results in each status."""
+    counts = Counter(r["status"] for r in results)
+    return {s: counts[s] for s in STATUSES}
+
+
+def exit_code(report: Report) -> int:
+    """0 all compared results pass, 1 a failure or a surviving mutant, 2 nothing was compared."""
+    counts = report["summary"]
+    if counts["fail"] or survivors(report):
+        return 1
+    return 0 if counts["pass"] else 2
+
+
+def survivors(report: Report) -> list[Result]:
+    """Mutants that the judge let pass."""
+    return [m for m in report["mutations"].get("mutants", []) if not m["killed"]]
+
+
+def mutations(mutants: list[Result]) -> Result:
+    """The mutation suite's outcome: planted, killed, rate, and each mutant as `parity.mutations` describes it."""
+    killed = sum(m["killed"] for m in mutants)
+    rate = killed / len(mutants) if mutants else None
+    reason = "" if mutants else "no mechanism with captures has planted faults"
+    return {"planted": len(mutants), "killed": killed, "rate": rate, "reason": reason, "mutants": mutants}
+
+
+def mutant_name(mutant: Result) -> str:
+    """`mechanism / fault in place`."""
+    return f"{mutant['mechanism']} / {mutant['fault']} in the {mutant['planted']}"
+
+
+def kills(report: Report) -> tuple[int, int]:
+    """Planted faults that the judge caught, and all that it was shown."""
+    found = report["mutations"]
+    return found.get("killed", 0), found.get("planted", 0)
+
+
+def key(result: Result) -> Key:
+    """What identifies a result across reports; the backend is left out so that runs on CPU and GPU can be compared."""
+    return tuple(result[f] for f in ("mechanism", "capture", "case", "output", "comparison"))
+
+
+def write(report: Report, path: Path) -> None:
+    """Write strict JSON (no NaN or Infinity literals), replacing the file only when it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> Report:
+    """The report in a file.
+
+    Raises:
+        ReportError: the file is missing, no JSON, of another schema, or a result lacks a field.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except OSError as e:
+        raise ReportError(f"{path}: a report.json is required, and it cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise ReportError(f"{path}: a report.json is required, and this is no strict JSON: {e}") from e
+    found = report.get("schema") if isinstance(report, dict) else None
+    if found != SCHEMA:
+        raise ReportError(f"{path}: schema {SCHEMA!r} is required, found {found!r}; write the report again")
+    _check(report, str(path))
+    return report
+
+
+def plain(value: Any) -> Any:
+    """JSON values only: numpy scalars and arrays unpacked, tuples as lists, non-finite numbers as "nan", "inf"."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return str(value)
+
+
+def number(value: Any) -> float | None:
+    """A JSON value as a number, `inf` and `nan` strings included; None if it is none."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One output of one case with its comparisons; what a table row and a drill-down page show."""
+
+    mechanism: str
+    capture: str
+    case: str
+    name: str
+    edges: dict[str, Result]
+    """Comparison -> result, in the order of `COMPARISONS`."""
+    sentence: str
+    """Which side is wrong."""
+
+    @property
+    def label(self) -> str:
+        """`family/case / output`."""
+        return f"{self.case} / {self.name}"
+
+    @property
+    def statuses(self) -> dict[str, str]:
+        """Comparison -> status; a comparison without a result was not run."""
+        return {c: self.edges[c]["status"] if c in self.edges else "not_run" for c in COMPARISONS}
+
+    @property
+    def status(self) -> str:
+        """The status that decides: a failure first, then a pass, then skipped, then not run."""
+        return next(s for s in _DECIDES if s in self.statuses.values())
+
+    @property
+    def tightest(self) -> float | None:
+        """Largest measured / allowed of the edges; None if nothing was measured."""
+        return max((u for r in self.edges.values() if (u := used(r)) is not None), default=None)
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        """Corners of the triangle that the failing edges point at."""
+        a, b, c = (s == "fail" for s in self.statuses.values())
+        follows = self.statuses["capture_vs_kernel"] == "pass"
+        kernel = (b and not (a and follows)) or (c and not a)
+        return ("reference",) * a + ("kernel",) * kernel
+
+
+def outputs(report: Report) -> list[Output]:
+    """The report's outputs, failures first, then in the order of the results."""
+    groups: dict[tuple, dict[str, Result]] = {}
+    for r in report["results"]:
+        groups.setdefault(key(r)[:4], {})[r["comparison"]] = r
+    said = {key({**v, "comparison": ""})[:4]: v["sentence"] for v in report["verdicts"]}
+    found = [
+        Output(*k, {c: edges[c] for c in COMPARISONS if c in edges}, said.get(k, "")) for k, edges in groups.items()
+    ]
+    return sorted(found, key=lambda o: _DECIDES.index(o.status))
+
+
+def used(result: Result) -> float | None:
+    """Largest measured / allowed of a compared result: 1 is the limit, inf where none is; None if not measured."""
+    if result["status"] not in ("pass", "fail"):
+        return None
+    if result["headroom"] is None and result["allowed"]:
+        return math.inf
+    return number(result["headroom"])
+
+
+def percent(share: float | None) -> str:
+    """A share for people: 42 %, 0.3 %, 12 x."""
+    if share is None:
+        return DASH
+    if not math.isfinite(share):
+        return "∞"
+    if share >= 10:
+        return f"{share:,.0f}{TIMES}"
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.1 else "< 0.1 %"
+
+
+def coverage(report: Report) -> list[dict[str, Any]]:
+    """One line per mechanism: cases, outputs, dtypes and results by status."""
+    lines = []
+    for name in dict.fromkeys([*report["coverage"]["mechanisms"], *(r["mechanism"] for r in report["results"])]):
+        rows = [r for r in report["results"] if r["mechanism"] == name]
+        dtypes = sorted({str(r["metrics"]["dtype"]) for r in rows if r["metrics"].get("dtype")})
+        lines.append(
+            {
+                "mechanism": name,
+                "cases": len({(r["capture"], r["case"]) for r in rows}),
+                "outputs": len({key(r)[:4] for r in rows}),
+                "dtypes": dtypes,
+                **summary(rows),
+            }
+        )
+    return lines
+
+
+def _check(report: Report, where: str) -> None:
+    rows = report.get("results")
+    for field, kind in (("results", list), ("verdicts", list), ("mutations", dict), ("coverage", dict)):
+        if not isinstance(report.get(field), kind):
+            raise ReportError(f"{where}: {field!r} must be a {kind.__name__}, found {type(report.get(field)).__name__}")
+    seen = set()
+    for i, r in enumerate(rows):
+        missing = [f for f in FIELDS if f not in r]
+        if missing:
+            raise ReportError(f"{where}: result {i} must have {', '.join(FIELDS)}; it lacks {', '.join(missing)}")
+        for field, known in (("status", STATUSES), ("comparison", COMPARISONS)):
+            if r[field] not in known:
+                raise ReportError(f"{where}: result {i}: {field} must be one of {', '.join(known)}, found {r[field]!r}")
+        if key(r) in seen:
+            raise ReportError(f"{where}: result {i} repeats {' / '.join(map(str, key(r)))}; results must be unique")
+        seen.add(key(r))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"the literal {name}")

@@ -1,0 +1,149 @@
+"""The report as a terminal table and as Markdown."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from scripts._report import schema
+from scripts._report.schema import COMPARISONS, DASH, EDGE_NAMES, LABELS, STATUSES, TIMES, Output, Report, percent
+
+SIGNS = {"pass": "✓", "fail": "✕", "skipped": DASH, "not_run": "○"}
+_STYLES = {"pass": "green", "fail": "bold red", "skipped": "magenta", "not_run": "dim"}
+_BAR = 12
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table of outputs, the failures' reasons and repro lines, the coverage and the kill rate."""
+    outputs = schema.outputs(report)
+    table = Table(box=None, pad_edge=False, header_style="dim", row_styles=["", ""])
+    table.add_column("case / output", overflow="fold", min_width=24)
+    for comparison in COMPARISONS:
+        table.add_column(EDGE_NAMES[comparison].lower().replace(f" {DASH} ", f" {DASH}\n"), no_wrap=True)
+    table.add_column("tightest,\nof allowed", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    mechanism = None
+    for o in sorted(outputs, key=lambda o: o.mechanism):
+        if o.mechanism != mechanism:
+            mechanism = o.mechanism
+            table.add_row(Text(mechanism, "bold"))
+        states = [_status(s) for s in o.statuses.values()]
+        table.add_row(Text(f"  {o.label}"), *states, _meter(o), Text(o.sentence, "red" if o.blamed else "dim"))
+    failures = [_failure(r) for r in report["results"] if r["status"] == "fail"]
+    console.print(Group(table, *failures), soft_wrap=False)
+    console.print(_skipped(report))
+    console.print(Text(judge_line(report)))
+    console.print(Text.assemble(*_total(report)))
+
+
+def judge_line(report: Report) -> str:
+    """The mutation suite's kill rate in one line."""
+    killed, planted = schema.kills(report)
+    if not planted:
+        return f"judge: not tested ({report['mutations'].get('reason') or 'the mutation suite was not run'})"
+    missed = ", ".join(map(schema.mutant_name, schema.survivors(report)))
+    return f"judge: caught {killed} of {planted} planted faults" + (f"; missed {missed}" if missed else "")
+
+
+def markdown(report: Report) -> str:
+    """The report as GitHub-flavoured Markdown."""
+    counts, ours = report["summary"], report["provenance"]["ours"]
+    lines = [
+        "# Numeric diff report",
+        "",
+        ", ".join(f"**{counts[s]}** {LABELS[s]}" for s in STATUSES) + f"; {judge_line(report)}.",
+        "",
+        " · ".join(f"{k} {cell(ours[k])}" for k in ("git", "jax", "device", "backend", "date") if ours.get(k)),
+        "",
+        *_table(
+            ("Case / output", *EDGE_NAMES.values(), "Tightest, of allowed", "Verdict"),
+            (
+                (f"{o.mechanism}: {o.label}", *(_word(s) for s in o.statuses.values()), percent(o.tightest), o.sentence)
+                for o in schema.outputs(report)
+            ),
+        ),
+    ]
+    failures = [r for r in report["results"] if r["status"] == "fail"]
+    if failures:
+        lines += ["", "## Failures"]
+    for r in failures:
+        name = " / ".join((r["mechanism"], r["case"], r["output"], EDGE_NAMES[r["comparison"]]))
+        lines += ["", f"**{cell(name)}**: {cell(r['reason'])}", "", f"    {' '.join(r['repro'].split())}"]
+    skipped = _reasons(report)
+    if skipped:
+        lines += [
+            "",
+            "## Not compared",
+            "",
+            *(f"- {n} {TIMES} {LABELS[s]}: {cell(why)}" for (s, why), n in skipped.items()),
+        ]
+    heads = ("Mechanism", "Cases", "Outputs", "Dtypes", *(LABELS[s].capitalize() for s in STATUSES))
+    rows = (
+        (c["mechanism"], c["cases"], c["outputs"], ", ".join(c["dtypes"]) or DASH, *(c[s] for s in STATUSES))
+        for c in schema.coverage(report)
+    )
+    lines += ["", "## Coverage", "", *_table(heads, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def cell(value: object) -> str:
+    """Untrusted text inside Markdown: one line, no table break, no markup."""
+    text = " ".join(str(value).split())
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, "\\" + sign)
+    return text
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    heads = list(heads)
+    body = ["| " + " | ".join(cell(v) for v in row) + " |" for row in rows]
+    return ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads), *body]
+
+
+def _word(status: str) -> str:
+    return f"{SIGNS[status]} {LABELS[status]}"
+
+
+def _status(status: str) -> Text:
+    return Text(_word(status), _STYLES[status])
+
+
+def _meter(o: Output) -> Text:
+    if o.tightest is None:
+        return Text(DASH, "dim")
+    filled = min(_BAR, round(o.tightest * _BAR))
+    style = "red" if o.status == "fail" else "green"
+    return Text.assemble(("━" * filled, style), ("━" * (_BAR - filled), "bright_black"), f" {percent(o.tightest)}")
+
+
+def _failure(r: schema.Result) -> Text:
+    name = " / ".join((r["mechanism"], r["case"], r["output"], EDGE_NAMES[r["comparison"]].lower()))
+    return Text.assemble("\n", ("✕ ", "bold red"), (name, "bold"), f"\n  {r['reason']}\n  ", (r["repro"], "cyan"))
+
+
+def _reasons(report: Report) -> dict[tuple[str, str], int]:
+    counts: dict[tuple[str, str], int] = {}
+    for r in report["results"]:
+        if r["status"] in ("skipped", "not_run"):
+            k = (r["status"], r["reason"])
+            counts[k] = counts.get(k, 0) + 1
+    return counts
+
+
+def _skipped(report: Report) -> Text:
+    lines = [f"{SIGNS[s]} {n} {LABELS[s]}: {why}" for (s, why), n in _reasons(report).items()]
+    empty = [c["mechanism"] for c in schema.coverage(report) if not c["outputs"]]
+    lines += [f"○ {name}: no capture of it was loaded" for name in empty]
+    unclaimed = len(report["coverage"]["unclaimed"])
+    if unclaimed:
+        lines.append(f"○ {unclaimed} captured cases belong to no selected mechanism")
+    return Text("\n".join(["", *lines]), "dim")
+
+
+def _total(report: Report) -> list:
+    counts = report["summary"]
+    parts: list = []
+    for s in STATUSES:
+        parts += [(f"{counts[s]} {LABELS[s]}", _STYLES[s] if counts[s] else "dim"), "  "]
+    return parts
