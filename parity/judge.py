@@ -33,6 +33,15 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Yardstick:
+    """What a peer's error is held against by two-sided rules: an array and its own float64 truth."""
+
+    name: str
+    x: np.ndarray
+    truth: np.ndarray
+
+
+@dataclass(frozen=True)
 class _Bound:
     """One inequality, measured <= allowed."""
 
@@ -81,9 +90,10 @@ def judge(
     subject: np.ndarray,
     peer: np.ndarray,
     names: tuple[str, str] = ("subject", "peer"),
-    yardstick: np.ndarray | None = None,
+    yardstick: Yardstick | None = None,
     axes: Sequence[str] | None = None,
     slice_rank: int = 0,
+    details: bool = True,
 ) -> Verdict:
     """Judge `subject` against `peer` through the truth.
 
@@ -94,20 +104,23 @@ def judge(
         subject: what is judged, any dtype.
         peer: what it is compared with, the subject's shape and dtype.
         names: of subject and peer, for the sentence.
-        yardstick: our reference in the op's dtype, for two-sided rules; None = the subject.
+        yardstick: for two-sided rules, what the peer's error is held against; None = the subject.
         axes: name of each axis.
         slice_rank: the first so many axes index the slices that are judged one by one.
+        details: also fill in the fields that a report shows; status, reason, allowed and headroom are there anyway.
     """
     if problem := _unlike(truth, subject, peer, names):
         return Verdict(status="fail", reason=problem)
     axes = tuple(axes or (f"axis{i}" for i in range(truth.ndim)))
     truth = np.asarray(truth, np.float64)
     relative = any(c.statistic == "slice" for c in rule.checks)
-    found = {
-        "metrics": metrics.difference(subject, peer),
-        "worst": metrics.worst(subject, peer, truth),
-        "slices": metrics.slice_table(subject, peer, truth, axes, slice_rank, relative),
-    }
+    found: dict[str, Any] = {"metrics": {}}
+    if details:
+        found = {
+            "metrics": metrics.difference(subject, peer),
+            "worst": metrics.worst(subject, peer, truth),
+            "slices": metrics.slice_table(subject, peer, truth, axes, slice_rank, relative),
+        }
     if rule.bitwise:
         return _bitwise(subject, peer, names, axes, found)
     sides = {names[0]: subject, names[1]: peer}
@@ -122,8 +135,10 @@ def judge(
     floor = floors(truth, subject.dtype, slice_rank)
     bounds = _bounds(rule, names[0], names[1], errors[names[0]], errors[names[1]], floor)
     if rule.two_sided:
-        base = errors[names[0]] if yardstick is None else metrics.error(yardstick, truth, axes, slice_rank)
-        bounds += _bounds(rule, names[1], "our reference", errors[names[1]], base, floor)
+        against, base = names[0], errors[names[0]]
+        if yardstick is not None:
+            against, base = yardstick.name, metrics.error(yardstick.x, yardstick.truth, axes, slice_rank)
+        bounds += _bounds(rule, names[1], against, errors[names[1]], base, floor)
     tightest = max(bounds, key=lambda b: b.ratio)
     found["allowed"] = {b.name: b.to_json() for b in bounds}
     found["headroom"] = tightest.ratio if math.isfinite(tightest.ratio) else None

@@ -39,8 +39,8 @@ class Rule:
     """How far correct implementations stay below, and wrong ones above."""
     bitwise: bool = False
     two_sided: bool = False
-    """The peer's error is bounded by the reference's in turn: a foreign output that contradicts our mathematics fails
-    instead of widening the allowance."""
+    """The peer's error is bounded in turn, by that of a yardstick: our reference, or a numpy form with the peer's known
+    roundings. A foreign output that contradicts our mathematics fails instead of widening the allowance."""
 
 
 DEFAULT = Rule(

@@ -73,6 +73,8 @@ class Result:
     """Error per slice (token, head) for a heat map; see `metrics.slice_table`."""
     repro: str
     """One shell line that repeats this comparison."""
+    note: str = ""
+    """Conventions and foreign roundings that explain a difference, with links; they never widen a tolerance."""
     time_us: float | None = None
     """Of the compiled kernel, None when interpreted."""
     roofline: float | None = None
@@ -156,6 +158,7 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
         args = adapter.arguments(capture)
         truth = adapter.convention(capture, reference(mechanism, args, wide=True))
         same = adapter.convention(capture, reference(mechanism, args))
+        explained = adapter.explain(capture, args)
     except Exception as e:
         return [
             _failed(mechanism, capture, backend, output, comparison, e)
@@ -176,7 +179,7 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
                 results.append(_without_verdict(base, kernel.status, kernel.reason, kernel.name))
                 continue
             try:
-                verdict = edge(adapter.outputs[name], comparison, truth[name], sides)
+                verdict = edge(adapter.outputs[name], comparison, truth[name], sides, yardstick(explained, name))
             except Exception as e:
                 results.append(_failed(mechanism, capture, backend, name, comparison, e))
                 continue
@@ -188,6 +191,7 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
                     status=verdict.status,
                     reason=verdict.reason,
                     metrics=verdict.metrics,
+                    note=_note(adapter.outputs[name], explained, name, comparison),
                     allowed=verdict.allowed,
                     headroom=verdict.headroom,
                     worst=verdict.worst,
@@ -198,7 +202,19 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
     return results
 
 
-def edge(output: cases.Output, comparison: str, truth: np.ndarray, sides: dict[str, np.ndarray]) -> "judge.Verdict":
+def _note(output: cases.Output, explained: cases.Explained | None, name: str, comparison: str) -> str:
+    foreign = explained.note if explained is not None and name in explained.rounded and "capture" in comparison else ""
+    return "; ".join(filter(None, (output.note, foreign)))
+
+
+def edge(
+    output: cases.Output,
+    comparison: str,
+    truth: np.ndarray,
+    sides: dict[str, np.ndarray],
+    yardstick: judge.Yardstick | None = None,
+    details: bool = True,
+) -> judge.Verdict:
     """Judge one edge of the triangle.
 
     Args:
@@ -206,6 +222,8 @@ def edge(output: cases.Output, comparison: str, truth: np.ndarray, sides: dict[s
         comparison: one of `COMPARISONS`.
         truth: float64 output.
         sides: "capture", "reference" and, for the edges that need it, "kernel".
+        yardstick: the capture's known roundings; None = the reference.
+        details: as for `judge.judge`.
     """
     peer, _, subject = comparison.partition("_vs_")
     rule = tolerances.find(output.contract if comparison == "reference_vs_kernel" else output.rule)
@@ -215,10 +233,18 @@ def edge(output: cases.Output, comparison: str, truth: np.ndarray, sides: dict[s
         subject=sides[subject],
         peer=sides[peer],
         names=(subject, peer),
-        yardstick=sides["reference"],
+        yardstick=yardstick or judge.Yardstick("reference", sides["reference"], truth),
         axes=output.axes,
         slice_rank=output.slice_rank,
+        details=details,
     )
+
+
+def yardstick(explained: cases.Explained | None, output: str) -> judge.Yardstick | None:
+    """What the capture's error of one output is held against, if its roundings are explained."""
+    if explained is None or output not in explained.rounded:
+        return None
+    return judge.Yardstick("its known roundings", explained.rounded[output], explained.wide[output])
 
 
 def reference(mechanism: Mechanism, args: dict[str, Any], wide: bool = False) -> Arrays:

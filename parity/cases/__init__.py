@@ -29,6 +29,21 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Explained:
+    """Why a capture is further from the truth than our reference, with numbers instead of a wider tolerance.
+
+    `rounded` repeats the foreign rounding steps in numpy; its own error bounds the capture's, in place of the
+    reference's. `wide` is the same computation in float64, so that the bound stands without our reference.
+    """
+
+    note: str
+    """What the foreign code does, with a link."""
+    rounded: Arrays
+    """The outputs that are explained; the others are judged as usual."""
+    wide: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Translation between a capture's names, layouts and conventions and those of an op."""
 
@@ -40,6 +55,8 @@ class Adapter:
     """The captured outputs in the op's layout."""
     convention: Callable[["Capture", Arrays], Arrays]
     """The op's outputs in the convention of the capture (for example: is the sink part of the log-sum-exp?)."""
+    explain: Callable[["Capture", dict[str, Any]], Explained | None]
+    """Known foreign roundings of this capture, given the op's arguments; None where there are none."""
 
 
 def find(mechanism: str) -> Adapter:

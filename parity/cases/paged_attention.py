@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parity.cases import Adapter, Arrays, Output
+from parity.cases import Adapter, Arrays, Explained, Output
+from parity.twins import paged_attention as twin
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -76,8 +78,37 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
     return outputs | {"lse": np.logaddexp(lse.astype(np.float64), sinks).astype(lse.dtype)}
 
 
+def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
+    """What eager model code and torch's fused CPU kernel do to 16-bit inputs that kernels on a GPU do not."""
+    kernel, dtype = str(capture.params.get("kernel", "")), capture.inputs["q"].dtype
+    if dtype.itemsize != 2:
+        return None
+    host = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in args.items()}
+    eager = kernel.endswith("eager_attention_forward")
+    if eager and "gpt_oss" in kernel:
+        host["sinks"] = host["sinks"].astype(dtype)
+        switches = twin.Switches(round_scores=dtype, round_shifted=dtype, early_division=True)
+        output, note = "o", f"scores, their shift by the maximum and the probabilities are rounded: {_GPT_OSS}"
+    elif eager and "gemma2" in kernel:
+        switches = twin.Switches(round_scores=dtype, early_division=True)
+        output, note = "o", f"scores are rounded after each step, and so are the probabilities: {_GEMMA2}"
+    elif kernel.endswith("_scaled_dot_product_flash_attention_for_cpu"):
+        switches = twin.Switches(exp=twin.vector_exp)
+        output, note = "lse", f"whole vectors of keys go through an approximate exponential: {_TORCH}"
+    else:
+        return None
+    rounded, wide = twin.run(host, False, switches), twin.run(host, True)
+    return Explained(note=note, rounded={output: rounded[output]}, wide={output: wide[output]})
+
+
+_MODELS = "https://github.com/huggingface/transformers/blob/main/src/transformers/models"
+_GPT_OSS = f"{_MODELS}/gpt_oss/modeling_gpt_oss.py (eager_attention_forward)"
+_GEMMA2 = f"{_MODELS}/gemma2/modeling_gemma2.py (eager_attention_forward)"
+_TORCH = "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp"
+
 ADAPTER = Adapter(
     arguments=arguments,
+    explain=explain,
     expected=expected,
     convention=convention,
     outputs={

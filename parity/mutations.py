@@ -1,0 +1,186 @@
+"""Mutation tests of the judge: known faults are planted, and every one must be caught.
+
+A fault stands once in the reference (then truth and reference are both wrong, and only the captures can tell) and once
+in the kernel (then reference and captures are right). Faulty outputs come from a small numpy twin of the op, which
+without a fault passes every comparison; a judge that lets a planted fault pass everywhere is broken.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxattn import _checks
+from jaxattn._mechanism import Mechanism
+from parity import cases, tolerances, triangle
+from parity.judge import judge
+
+if TYPE_CHECKING:
+    from parity.captures import Capture
+
+type Args = dict[str, Any]
+type Arrays = dict[str, np.ndarray]
+type Implementation = Callable[[Args, bool], Arrays]
+"""`implementation(args, wide)` -> outputs; `wide` computes in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A wrong implementation of an op."""
+
+    name: str
+    what: str
+    """What is wrong, in a few words."""
+    run: Implementation
+    applies: Callable[[Args], bool] = lambda args: True
+    """False where the fault changes nothing by construction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """A mechanism's twin and what may be wrong with it."""
+
+    twin: Implementation
+    faults: tuple[Fault, ...]
+
+
+@dataclass(kw_only=True)
+class Mutant:
+    """What became of one fault planted at one place."""
+
+    mechanism: str
+    fault: str
+    what: str
+    planted: str
+    """`reference`, `kernel`, or `contract` (a kernel judged on the mechanism's own float32 cases)."""
+    applicable: int = 0
+    caught: int = 0
+    """Cases in which at least one comparison failed."""
+    by: dict[str, int] = field(default_factory=dict)
+    """Comparison -> cases in which it failed."""
+    example: str = ""
+    """The reason of the first failure."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The mutant as the report stores it."""
+        return {**vars(self), "killed": self.caught > 0}
+
+
+def find(mechanism: str) -> Faults:
+    """The faults of a mechanism.
+
+    Raises:
+        ValueError: nobody wrote any.
+    """
+    from parity.faults import paged_attention
+
+    known = {"paged_attention": paged_attention.FAULTS}
+    if mechanism not in known:
+        raise ValueError(f"{mechanism} has no faults; write parity/faults/{mechanism}.py and list it here")
+    return known[mechanism]
+
+
+def run(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[Mutant]:
+    """Plant every fault in reference and kernel and judge it on every capture it applies to."""
+    mutants: dict[tuple[str, str, str], Mutant] = {}
+    for mechanism, capture in triangle.pair(mechanisms, captures):
+        for name, planted, fault, reasons in _on_capture(mechanism, capture):
+            mutant = mutants.setdefault(
+                (mechanism.name, name, planted),
+                Mutant(mechanism=mechanism.name, fault=name, what=fault.what, planted=planted),
+            )
+            _count(mutant, reasons, capture.name)
+    return list(mutants.values())
+
+
+def contract(mechanism: Mechanism) -> list[Mutant]:
+    """Plant every fault in a kernel and judge it by the contract on the mechanism's float32 cases."""
+    faults, adapter = find(mechanism.name), cases.find(mechanism.name)
+    mutants = []
+    prepared = []
+    for case in mechanism.cases:
+        args = case.make(np.random.default_rng(0)) if "smoke" in case.tags else {}
+        if args and _checks.dtype_name(args["q"]) == "float32":
+            host = jax.tree.map(np.asarray, args)
+            truth, same = (triangle.reference(mechanism, args, wide=wide) for wide in (True, False))
+            prepared.append((case.name, host, truth, same))
+    for fault in faults.faults:
+        mutant = Mutant(mechanism=mechanism.name, fault=fault.name, what=fault.what, planted="contract")
+        for name, args, truth, same in prepared:
+            if not fault.applies(args):
+                continue
+            wrong = fault.run(args, False)
+            reasons = {}
+            for output, x in wrong.items():
+                spec = adapter.outputs[output]
+                verdict = judge(
+                    tolerances.find(spec.contract),
+                    truth=truth[output],
+                    subject=x,
+                    peer=same[output],
+                    names=("kernel", "reference"),
+                    axes=spec.axes,
+                    slice_rank=spec.slice_rank,
+                    details=False,
+                )
+                if not verdict.passed:
+                    reasons.setdefault(output, verdict.reason)
+            _count(mutant, reasons, name)
+        if mutant.applicable:
+            mutants.append(mutant)
+    return mutants
+
+
+def rate(mutants: Sequence[Mutant]) -> float:
+    """Share of mutants that were caught at least once.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not mutants:
+        raise ValueError("no mutants: no capture belongs to a mechanism with faults")
+    return sum(m.caught > 0 for m in mutants) / len(mutants)
+
+
+def _on_capture(mechanism: Mechanism, capture: "Capture"):
+    """Yield (fault, where it stands, fault record, comparison -> reason of failure)."""
+    faults, adapter = find(mechanism.name), cases.find(mechanism.name)
+    args = jax.tree.map(np.asarray, adapter.arguments(capture))
+    expected = adapter.expected(capture)
+
+    def compute(implementation: Implementation, wide: bool) -> Arrays:
+        return adapter.convention(capture, implementation(args, wide))
+
+    truth, same = (compute(faults.twin, wide) for wide in (True, False))
+    explained = adapter.explain(capture, args)
+    for fault in faults.faults:
+        if not fault.applies(args):
+            continue
+        wrong_truth, wrong = (compute(fault.run, wide) for wide in (True, False))
+        for planted, base, sides in (
+            ("reference", wrong_truth, {"reference": wrong, "kernel": same}),
+            ("kernel", truth, {"reference": same, "kernel": wrong}),
+        ):
+            reasons = {}
+            for output, spec in adapter.outputs.items():
+                if output not in expected:
+                    continue
+                arrays = {"capture": expected[output]} | {side: x[output] for side, x in sides.items()}
+                for comparison in triangle.COMPARISONS:
+                    if (planted == "reference") != (comparison == "capture_vs_reference"):
+                        continue
+                    yardstick = triangle.yardstick(explained, output)
+                    verdict = triangle.edge(spec, comparison, base[output], arrays, yardstick, details=False)
+                    if not verdict.passed:
+                        reasons.setdefault(comparison, f"{output}: {verdict.reason}")
+            yield fault.name, planted, fault, reasons
+
+
+def _count(mutant: Mutant, reasons: dict[str, str], case: str) -> None:
+    mutant.applicable += 1
+    mutant.caught += bool(reasons)
+    for comparison, reason in reasons.items():
+        mutant.by[comparison] = mutant.by.get(comparison, 0) + 1
+        mutant.example = mutant.example or f"{case}: {reason}"

@@ -1,0 +1,132 @@
+"""Paged attention in numpy, with switches for other people's roundings and for faults."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+type Args = dict[str, Any]
+type Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """Departures from the op; the default has none."""
+
+    round_scores: Any = None
+    """Dtype to which each step from q.k to the capped score is rounded."""
+    round_shifted: Any = None
+    """Dtype to which scores are rounded after the maximum is subtracted."""
+    round_p: Any = None
+    """Dtype of P, None = that of q."""
+    early_division: bool = False
+    """P is divided by its sum before it is rounded."""
+    exp: Callable[[np.ndarray], np.ndarray] = np.exp
+    hide_last_key: bool = False
+    """The newest visible key is not seen."""
+    top_left: bool = False
+    """The first query is aligned with the first key."""
+    late_softcap: bool = False
+    """The mask comes before the soft cap."""
+    leak: bool = False
+    """Unread slots are multiplied with zero instead of left out."""
+
+
+NONE = Switches()
+
+
+def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
+    """`o` [N, H, D] and, with `return_lse`, `lse` [N, H], from the op's arguments as numpy arrays.
+
+    Args:
+        args: of `jaxattn.paged_attention`.
+        wide: compute in float64 throughout, else in float32 with the op's roundings.
+        on: departures.
+    """
+    q, starts, lengths = args["q"], args["query_start"], args["lengths"]
+    dtype, work = (np.dtype(np.float64), np.float64) if wide else (q.dtype, np.float32)
+    (N, H, D), K = q.shape, args["k_pages"].shape[2]
+    o, lse = np.zeros((N, H, D), work), np.full((N, H), -np.inf, work)
+    for b, length in enumerate(lengths.tolist()):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        count = rows.stop - rows.start
+        if count and length:
+            pos = np.arange(count) + (0 if on.top_left else length - count)
+            seen, k, v = _keys(args, b, length, pos, dtype, work, on)
+            queries = q[rows].astype(work).reshape(count, K, H // K, D)
+            o[rows], lse[rows] = _softmax(args, queries, k, v, seen, dtype, on)
+    return {"o": o.astype(dtype)} | ({"lse": lse} if args.get("return_lse") else {})
+
+
+def _keys(args: Args, b: int, length: int, pos: np.ndarray, dtype, work, on: Switches):
+    """Visibility [T, S], keys and values [S, K, D] of one request; zeros where nobody looks."""
+    page, window, causal = args["k_pages"].shape[1], args.get("window"), args.get("causal", True)
+    used = -(-length // page)
+    key = np.arange(used * page if on.leak else length)
+    ahead = key - pos[:, None]
+    seen = np.broadcast_to(key < length, ahead.shape).copy()
+    if causal:
+        seen &= ahead <= 0
+    if window is not None:
+        seen &= (-window < ahead) & (causal | (ahead < window))
+    if on.hide_last_key:
+        newest = key.size - 1 - np.argmax(seen[:, ::-1], axis=1)
+        seen[np.arange(pos.size), newest] = False
+    read = seen.any(0)[:, None, None] | on.leak
+
+    def gather(name: str) -> np.ndarray:
+        x = args[f"{name}_pages"][args["page_table"][b, :used]].astype(work)
+        x = x.reshape(-1, *x.shape[2:])[: key.size]
+        if (factor := args.get(f"{name}_scale")) is not None:
+            x = (x * np.asarray(factor, work).reshape(())).astype(dtype).astype(work)
+        return np.where(read, x, 0)
+
+    return seen, gather("k"), gather("v")
+
+
+def _softmax(args: Args, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray, dtype, on: Switches):
+    """The outputs [T, H, D] and log-sum-exps [T, H] of one request."""
+    (T, K, G, D), work = q.shape, q.dtype
+    scale, cap, sinks = args.get("scale") or D**-0.5, args.get("softcap"), args.get("sinks")
+
+    def rounded(x: np.ndarray, to: Any) -> np.ndarray:
+        return x if to is None else x.astype(to).astype(work)
+
+    def capped(s: np.ndarray) -> np.ndarray:
+        if cap is None:
+            return s
+        t = rounded(np.tanh(rounded(s / work.type(cap), on.round_scores)), on.round_scores)
+        return rounded(t * work.type(cap), on.round_scores)
+
+    s = rounded(np.einsum("tkgd,skd->tkgs", q, k), on.round_scores)
+    s = rounded(s * work.type(scale), on.round_scores)
+    hidden = ~seen[:, None, None]
+    s = capped(np.where(hidden, -np.inf, s)) if on.late_softcap else np.where(hidden, -np.inf, capped(s))
+    sink = np.full((K, G), -np.inf, work) if sinks is None else sinks.astype(work).reshape(K, G)
+    own = s.max(-1)
+    top = np.maximum(own, sink)
+    safe = np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        e = on.exp(rounded(s - safe[..., None], on.round_shifted))
+        total = (e.sum(-1) + on.exp(rounded(sink - safe, on.round_shifted)))[..., None]
+        p = rounded(e / total if on.early_division else e, dtype if on.round_p is None else on.round_p)
+        o = np.einsum("tkgs,skd->tkgd", p, v) / (1 if on.early_division else total)
+        o = np.where((np.isfinite(own) & (sink < np.inf))[..., None], o, 0)
+        base = np.where(np.isfinite(own), own, 0)
+        lse = np.log(on.exp(s - base[..., None]).sum(-1)) + base
+    return o.reshape(T, K * G, D), lse.reshape(T, K * G)
+
+
+def vector_exp(x: np.ndarray) -> np.ndarray:
+    """exp(x) as a vectorised CPU kernel takes it: whole vectors of 16 through a cubic (relative error 1.1e-4), the rest
+    of the last axis exactly.
+
+    Source: Malossi, Ineichen, Bekas, Curioni, "Fast exponential computation on SIMD architectures", 2015.
+    """
+    z = np.where(np.isfinite(x), x, -1e4) * x.dtype.type(np.log2(np.e))
+    f = z - np.floor(z)
+    cubic = 0.00010703434948458272 + f * (0.30354260500649682 - f * (0.22433836478672356 + f * 0.079204240219773236))
+    fast = (np.exp2(np.floor(z)) * (1 + f - cubic)).astype(x.dtype)
+    vectors = x.shape[-1] // 16 * 16
+    return np.concatenate([fast[..., :vectors], np.exp(x[..., vectors:])], axis=-1)
