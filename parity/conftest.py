@@ -1,0 +1,55 @@
+"""Options of the parity tests: which captures besides the shipped ones, and which backend."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from jaxattn.registry import MECHANISMS
+from parity import captures, triangle
+
+
+def pytest_addoption(parser):
+    """`--captures DIR` (repeatable) and `--backend`."""
+    group = parser.getgroup("parity")
+    group.addoption(
+        "--captures", action="append", default=[], metavar="DIR", help="more captures, besides the shipped ones"
+    )
+    group.addoption("--backend", default="auto", choices=triangle.BACKENDS, help="what runs the kernels")
+
+
+def pytest_generate_tests(metafunc):
+    """One test per capture, output and comparison; a single failing one if captures are missing or broken."""
+    if "edge" not in metafunc.fixturenames:
+        return
+    try:
+        pairs = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
+        problem = "no capture belongs to any mechanism: nothing was compared"
+    except captures.CaptureError as e:
+        pairs, problem = [], str(e)
+    edges = {
+        triangle.label(c, output, comparison): (m.name, c.name, output, comparison)
+        for m, c in pairs
+        for output in c.outputs
+        for comparison in triangle.COMPARISONS
+    }
+    edges = edges or {"no-captures": problem}
+    metafunc.parametrize("edge", list(edges.values()), ids=list(edges))
+
+
+@functools.cache
+def load(directories: tuple[str, ...]) -> list[captures.Capture]:
+    """The shipped captures and those of the directories, read once."""
+    return captures.load([captures.SHIPPED, *map(Path, directories)])
+
+
+@pytest.fixture(scope="session")
+def backend(request) -> str:
+    """The backend that the option means here."""
+    return triangle.resolve(request.config.getoption("--backend"))
+
+
+@pytest.fixture(scope="session")
+def loaded(request) -> list[captures.Capture]:
+    """All captures."""
+    return load(tuple(request.config.getoption("--captures")))
