@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Runs the tests on a fresh clone; makes .venv on first use.
+set -uo pipefail
+
+usage() {
+  cat <<'TXT'
+usage: scripts/test.sh [PART]... [OPTION]... [PYTEST ARGUMENT]...
+
+Parts (without one: --tests; --all is the five of them):
+  --tests           unit and contract tests; kernels are interpreted, or compiled where there is a GPU
+  --parity          stored vLLM outputs against the references and kernels
+  --aot             compile every kernel to sm_90a machine code, without a GPU
+  --lint            ruff format, ruff check, generated tables up to date
+  --types           pyright
+Options:
+  --captures DIR    more captures for --parity (repeatable)
+  --setup-only      make the environment and stop
+  --env NAME        default (.venv), newest-jax (.venv-newest-jax) or cuda12 (.venv-cuda12: --aot with CUDA 12)
+  --python PATH     use this interpreter as it is, install nothing
+Everything else goes to pytest; a test file or id among it replaces the folder of the part.
+TXT
+}
+
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+
+parts=() pytest_args=() captures=() env=default interpreter="" setup_only="" selected=""
+while [ $# -gt 0 ]; do
+  case $1 in
+    --tests | --parity | --aot | --lint | --types) parts+=("${1#--}") ;;
+    --all) parts=(lint types tests aot parity) ;;
+    --captures | --env | --python)
+      [ $# -ge 2 ] || die "$1 needs a value; see scripts/test.sh --help"
+      case $1 in
+        --captures) captures+=(--captures "$2") ;;
+        --env) env=$2 ;;
+        --python) interpreter=$2 ;;
+      esac
+      shift
+      ;;
+    --setup-only) setup_only=yes ;;
+    -h | --help)
+      usage
+      exit
+      ;;
+    *)
+      pytest_args+=("$1")
+      if [ -e "${1%%::*}" ] || [ -e "$root/${1%%::*}" ]; then selected=yes; fi
+      ;;
+  esac
+  shift
+done
+case $env in default | newest-jax | cuda12) ;; *) die "--env must be default, newest-jax or cuda12, got $env" ;; esac
+if [ ${#parts[@]} -eq 0 ]; then
+  if [ ${#captures[@]} -gt 0 ]; then parts=(parity); else parts=(tests); fi
+fi
+
+if [ -n "$interpreter" ]; then use_interpreter "$interpreter"; else use_environment "$env"; fi
+if [ -n "$setup_only" ]; then
+  say "the environment is ready: $PYTHON ($DEVICE)"
+  exit
+fi
+cd "$root" || exit 3
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+results=() failed_parts=0 passed=0 failed=0 skipped=0
+
+# finish PART CODE TEXT
+finish() {
+  results+=("$(printf '%-7s %s' "$1" "$3")")
+  [ "$2" -eq 0 ] || failed_parts=$((failed_parts + 1))
+}
+
+# step ARGUMENT...: runs Python and remembers a failure in $code
+step() {
+  printf '\n== python %s\n' "$*"
+  "$PYTHON" "$@" || code=1
+}
+
+# count WORD: how many of them pytest's last line names
+count() {
+  local n
+  n=$(sed -nE "s/(.*[^0-9])?([0-9]+) ($1).*/\2/p" <<<"$summary")
+  echo "${n:-0}"
+}
+
+run_pytest() {
+  local part=$1 where=$2 args=() code summary
+  shift 2
+  args=("$@" ${pytest_args[@]+"${pytest_args[@]}"})
+  [ -n "$selected" ] || args+=("$where")
+  printf '\n== pytest %s\n' "${args[*]}"
+  "$PYTHON" -m pytest "${args[@]}" 2>&1 | tee "$log"
+  code=${PIPESTATUS[0]}
+  summary=$(tail -n 1 "$log")
+  passed=$((passed + $(count passed)))
+  failed=$((failed + $(count failed) + $(count error)))
+  skipped=$((skipped + $(count skipped)))
+  finish "$part" "$code" "$summary"
+}
+
+# Two interpreted kernels at a time; a GPU is not shared, and a few named tests do not need it.
+parallel=()
+if [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
+  parallel=(-n 2 --dist loadgroup)
+fi
+
+for part in "${parts[@]}"; do
+  code=0
+  case $part in
+    lint)
+      step -m ruff format --check .
+      step -m ruff check .
+      step scripts/support_table.py --check
+      finish lint $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
+      ;;
+    types)
+      step -m pyright --pythonpath "$PYTHON"
+      finish types $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
+      ;;
+    tests) run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"} ;;
+    aot) run_pytest aot tests -m aot ;;
+    parity) run_pytest parity parity ${parallel[@]+"${parallel[@]}"} ${captures[@]+"${captures[@]}"} ;;
+  esac
+done
+
+printf '\n'
+printf '%s\n' "${results[@]}"
+printf '%s passed, %s failed, %s skipped\n' $passed $failed $skipped
+exit $((failed_parts > 0))

@@ -1,0 +1,213 @@
+"""The choice of an implementation, on a record made up here so that no kernel is involved."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxattn
+from jaxattn import _mechanism, registry
+from jaxattn._mechanism import Kernel, Mechanism, choose, explain, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    block: int = 64
+
+
+def kernel(name, *, reason=None, here=None):
+    """A kernel that returns its name and the config it ran with."""
+    return Kernel(
+        run=lambda *, config, x, **_: (name, config, x),
+        why_not=lambda *, x, **_: reason if reason else None if x.shape[0] % 8 == 0 else f"needs 8 | N, got {x.shape}",
+        why_not_here=lambda: here,
+        default_config=lambda **_: Config(),
+        configs=lambda **_: (Config(), Config(128)),
+    )
+
+
+def mechanism(kernels, grads=("x",)):
+    def prepare(x, *, factor=None):
+        if x.ndim != 1:
+            raise ValueError(f"toy: x must have 1 dimension, got {x.ndim}")
+        return {"x": x, "factor": 2.0 if factor is None else float(factor)}
+
+    return Mechanism(
+        name="toy",
+        source="here",
+        op=lambda x, *, implementation=None, config=None, factor=None: run(
+            toy, prepare(x, factor=factor), implementation, config
+        ),
+        prepare=prepare,
+        reference=lambda *, x, factor: ("reference", None, x * factor),
+        outputs=lambda **_: ("name", "config", "o"),
+        kernels=kernels,
+        cases=(),
+        cost=lambda *, x, **_: (x.size, 0),
+        grads=grads,
+    )
+
+
+toy = mechanism(
+    {
+        "mosaic": kernel("mosaic", here="needs an sm_90a GPU, but this process runs on cpu"),
+        "triton": kernel("triton"),
+        "never": kernel("never", reason="is not written"),
+    }
+)
+X, ODD = jnp.arange(8.0), jnp.arange(7.0)
+
+
+# ---------------------------------------------------------------- choosing
+@pytest.mark.parametrize(
+    ("x", "implementation", "expected"),
+    [
+        (X, None, "triton"),
+        (X, "triton", "triton"),
+        (X, "reference", "reference"),
+        (ODD, None, "reference"),
+        (ODD, "reference", "reference"),
+    ],
+)
+def test_choice(x, implementation, expected):
+    assert choose(toy, {"x": x}, implementation) == expected
+    assert toy.op(x, implementation=implementation)[0] == expected
+
+
+def test_first_kernel_that_can_run_is_preferred():
+    both = mechanism({"first": kernel("first"), "second": kernel("second")})
+    assert choose(both, {"x": X}, None) == "first"
+
+
+def test_unknown_implementation_names_the_nearest():
+    message = "toy: implementation must be None or one of reference, mosaic, triton, never, got 'tritn' (did you mean"
+    with pytest.raises(ValueError, match=re.escape(f"{message} 'triton'?)")):
+        toy.op(X, implementation="tritn")
+
+
+@pytest.mark.parametrize("implementation", ["gpu", "", 3])
+def test_unknown_implementation_without_a_near_match(implementation):
+    with pytest.raises(ValueError, match=re.escape(f"got {implementation!r}") + "$"):
+        toy.op(X, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("x", "implementation", "reason"),
+    [
+        (X, "mosaic", "needs an sm_90a GPU, but this process runs on cpu"),
+        (ODD, "mosaic", "needs 8 | N, got (7,)"),  # the shape is wrong everywhere, the device only here
+        (ODD, "triton", "needs 8 | N, got (7,)"),
+        (X, "never", "is not written"),
+    ],
+)
+def test_explicit_request_raises_with_the_reason(x, implementation, reason):
+    message = f"toy: implementation={implementation!r} cannot run this call: {reason}"
+    with pytest.raises(NotImplementedError, match=re.escape(message) + "$"):
+        toy.op(x, implementation=implementation)
+
+
+def test_a_crash_in_a_kernel_is_no_fallback():
+    def crash(**_):
+        raise RuntimeError("kernel broke")
+
+    broken = mechanism({"mosaic": dataclasses.replace(kernel("mosaic"), run=crash)})
+    with pytest.raises(RuntimeError, match="kernel broke"):
+        run(broken, {"x": X, "factor": 1.0}, None)
+
+
+# ---------------------------------------------------------------- config
+def test_config_precedence():
+    assert toy.op(X)[1] == Config()
+    assert toy.op(X, config=Config(128))[1] == Config(128)
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_config_for_the_reference_raises(implementation):
+    message = (
+        "toy: a config belongs to a kernel, but the reference would run; name the kernel with implementation= "
+        "(one of mosaic, triton, never)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        toy.op(ODD, implementation=implementation, config=Config())
+
+
+# ---------------------------------------------------------------- gradients
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradient_through_an_inference_only_kernel_raises(wrap):
+    inference = mechanism({"mosaic": kernel("mosaic")}, grads=())
+
+    def loss(x, implementation):
+        return run(inference, {"x": x, "factor": 3.0}, implementation)[2].sum()
+
+    message = "toy: the mosaic kernel is inference only; for gradients use implementation='reference'"
+    kernels = dataclasses.replace(inference.kernels["mosaic"], run=lambda *, config, x, factor: (0, 0, x * factor))
+    inference = dataclasses.replace(inference, kernels={"mosaic": kernels})
+    assert loss(X, None) == 3 * X.sum()
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        wrap(jax.grad(lambda x: loss(x, None)))(X)
+    np.testing.assert_array_equal(wrap(jax.grad(lambda x: loss(x, "reference")))(X), np.full(8, 3.0))
+
+
+# ---------------------------------------------------------------- explaining
+def test_explain_names_every_implementation():
+    explanation = explain(toy, x=X)
+    assert explanation.chosen == "triton"
+    assert dict(explanation.reasons) == {
+        "mosaic": "needs an sm_90a GPU, but this process runs on cpu",
+        "triton": None,
+        "never": "is not written",
+        "reference": None,
+    }
+    assert str(explanation).splitlines() == [
+        "toy:",
+        "  mosaic     needs an sm_90a GPU, but this process runs on cpu",
+        "  triton     chosen",
+        "  never      is not written",
+        "  reference  available",
+    ]
+
+
+def test_explain_on_target_leaves_this_machine_out():
+    assert explain(toy, on_target=True, x=X).chosen == "mosaic"
+    assert explain(toy, on_target=True, x=ODD).chosen == "reference"
+
+
+def test_explain_checks_like_the_op():
+    with pytest.raises(ValueError, match="toy: x must have 1 dimension, got 2"):
+        explain(toy, x=jax.ShapeDtypeStruct((2, 2), jnp.float32))
+
+
+@pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
+def test_explain_needs_shapes_only(record):
+    for label, args in record.support:
+        for on_target in (False, True):
+            explanation = jaxattn.explain(record.name, on_target=on_target, **args)
+            assert set(explanation.reasons) == {*record.kernels, "reference"}, label
+            assert explanation.reasons[explanation.chosen] is None, label
+
+
+@pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
+def test_explain_agrees_with_the_choice(record):
+    for label, args in record.support:
+        chosen = jaxattn.explain(record.op, **args).chosen
+        assert _mechanism.choose(record, record.prepare(**args), None) == chosen, label
+
+
+# ---------------------------------------------------------------- registry
+@pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
+def test_find_by_name_op_and_record(record):
+    assert registry.find(record.name) is registry.find(record.op) is registry.find(record) is record
+
+
+def test_unknown_mechanism_names_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown mechanism 'paged_atention' \(did you mean 'paged_attention'\?\)"):
+        jaxattn.explain("paged_atention")
+
+
+def test_unknown_mechanism_lists_the_known():
+    known = ", ".join(m.name for m in registry.MECHANISMS)
+    with pytest.raises(ValueError, match=re.escape(f"unknown mechanism 'zzz'; known: {known}")):
+        registry.find("zzz")
