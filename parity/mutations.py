@@ -54,7 +54,7 @@ class Mutant:
     fault: str
     what: str
     planted: str
-    """`reference`, `kernel`, or `contract` (a kernel judged on the mechanism's own float32 cases)."""
+    """`reference`, `kernel`, or `contract` (a kernel judged on the mechanism's own cases)."""
     applicable: int = 0
     caught: int = 0
     """Cases in which at least one comparison failed."""
@@ -96,13 +96,17 @@ def run(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[
 
 
 def contract(mechanism: Mechanism) -> list[Mutant]:
-    """Plant every fault in a kernel and judge it by the contract on the mechanism's float32 cases."""
+    """Plant every fault in a kernel and judge it by the contract on the mechanism's sharpest cases.
+
+    These are its smoke cases in float32 and those with a float8 cache, whose scales exist nowhere else.
+    """
     faults, adapter = find(mechanism.name), cases.find(mechanism.name)
     mutants = []
     prepared = []
     for case in mechanism.cases:
         args = case.make(np.random.default_rng(0)) if "smoke" in case.tags else {}
-        if args and _checks.dtype_name(args["q"]) == "float32":
+        dtypes = {_checks.dtype_name(x) for x in args.values() if _checks.is_array(x) and x.ndim > 1}
+        if any(name == "float32" or name.startswith("float8") for name in dtypes):
             host = jax.tree.map(np.asarray, args)
             truth, same = (triangle.reference(mechanism, args, wide=wide) for wide in (True, False))
             prepared.append((case.name, host, truth, same))

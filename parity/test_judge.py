@@ -1,0 +1,228 @@
+"""The judge on hand-made arrays: what one number misses, and what a verdict says."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parity import metrics, tolerances
+from parity.judge import Yardstick, judge
+
+DEFAULT, EXACT, LSE, CONTRACT = (tolerances.RULES[n] for n in ("default", "exact", "lse", "contract"))
+AXES = ("token", "head", "dim")
+
+
+@pytest.fixture
+def truth():
+    return np.random.default_rng(0).standard_normal((256, 16, 64))
+
+
+def bf16(x):
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def verdict(rule, truth, subject, peer, **kwargs):
+    return judge(
+        rule, truth=truth, subject=subject, peer=peer, names=("kernel", "capture"), axes=AXES, slice_rank=2, **kwargs
+    )
+
+
+@pytest.mark.parametrize("rule", [DEFAULT, CONTRACT], ids=lambda r: r.name)
+def test_a_port_with_one_rounding_passes(rule, truth):
+    noisy = truth + 1e-3 * np.random.default_rng(1).standard_normal(truth.shape) * np.abs(truth)
+    v = verdict(rule, truth, bf16(noisy), bf16(truth))
+    assert v.passed and 0 < v.headroom < 1, v.reason
+
+
+def test_a_lucky_peer_without_any_error_leaves_room_for_one_rounding():
+    exact = np.ones((4, 2, 64))
+    once = np.nextafter(bf16(exact), bf16(2 * exact))
+    once[:, :, ::2] = bf16(exact)[:, :, ::2]
+    off_by_one = verdict(DEFAULT, exact, once, bf16(exact))
+    assert not off_by_one.passed  # an ulp everywhere is two roundings, not one
+    half = exact * (1 + float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps) / 4)
+    assert verdict(DEFAULT, half, bf16(half), bf16(half)).passed
+
+
+@pytest.mark.parametrize("rule", [DEFAULT, CONTRACT], ids=lambda r: r.name)
+def test_one_zero_row_of_4096_fails_and_is_named(rule, truth):
+    wrong = bf16(truth)
+    wrong[17, 3] = 0
+    v = verdict(rule, truth, wrong, bf16(truth))
+    assert metrics.difference(wrong, bf16(truth))["similarity_distance"] < 1e-3  # what DeepSeek's test accepts
+    assert not v.passed
+    assert "kernel: relative RMS error of the worst slice 1 against the truth" in v.reason
+    assert "worst slice (token 17, head 3), largest at (token 17, head 3, dim " in v.reason
+    assert v.allowed["kernel.slice"]["needed"] > 100
+
+
+@pytest.mark.parametrize("rule", [DEFAULT, CONTRACT], ids=lambda r: r.name)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_a_1_percent_scale_error_fails_although_its_correlation_is_perfect(rule, dtype, truth):
+    wrong = (1.01 * truth).astype(dtype)
+    assert np.corrcoef(wrong.astype(float).ravel(), truth.ravel())[0, 1] > 1 - 1e-5
+    assert not verdict(rule, truth, wrong, truth.astype(dtype)).passed
+
+
+def test_a_single_wrong_element_fails(truth):
+    wrong = bf16(truth)
+    wrong[200, 5, 9] += 1
+    v = verdict(DEFAULT, truth, wrong, bf16(truth))
+    assert not v.passed and v.worst[0]["index"] == [200, 5, 9]
+    assert v.worst[0]["got"] == pytest.approx(v.worst[0]["expected"] + 1, rel=DEFAULT.checks[0].factor / 100)
+
+
+def test_one_wrong_head_fails_where_each_of_its_rows_would_pass(truth):
+    peer, subject = bf16(truth), bf16(truth).copy()
+    peer[0, 0] = bf16(1.03 * truth[0, 0])  # one bad row of the peer widens what a single row may do
+    subject[:, 7] = bf16(1.02 * truth[:, 7])
+    v = verdict(DEFAULT, truth, subject, peer, yardstick=Yardstick("itself", peer, truth))
+    assert not v.passed and "head 7" in v.reason
+
+
+def test_a_capture_that_contradicts_the_reference_fails_instead_of_widening(truth):
+    capture, port = bf16(1.01 * truth), bf16(truth)
+    yardstick = Yardstick("reference", port, truth)
+    v = verdict(DEFAULT, truth, port, capture, yardstick=yardstick)
+    assert not v.passed and v.reason.startswith("capture: ")
+    assert "2 x reference's" in v.reason
+    assert verdict(CONTRACT, truth, port, capture).passed  # one-sided: this is why captures are judged by two
+
+
+def test_known_foreign_roundings_replace_the_reference_as_yardstick(truth):
+    rounded = np.round(truth * 64) / 64
+    coarse = Yardstick("its known roundings", rounded, truth)
+    assert not verdict(DEFAULT, truth, bf16(truth), bf16(rounded)).passed
+    assert verdict(DEFAULT, truth, bf16(truth), bf16(rounded), yardstick=coarse).passed
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["kernel", "capture"])
+def test_one_non_finite_element_fails_on_either_side(bad, side, truth):
+    sides = {"kernel": bf16(truth), "capture": bf16(truth)}
+    sides[side][3, 1, 17] = bad
+    v = verdict(DEFAULT, truth, sides["kernel"], sides["capture"])
+    kind = "nan" if np.isnan(bad) else "inf" if bad > 0 else "-inf"
+    assert v.reason.startswith(f"{side}: {kind} disagrees with the truth in 1 element")
+    assert f"(token 3, head 1, dim 17): got {kind}" in v.reason
+    json.dumps([v.metrics, v.allowed, v.worst, v.slices], allow_nan=False)
+
+
+def test_equal_infinities_are_equal():
+    lse = np.array([[1.0, -np.inf], [2.0, 3.0]])
+    v = judge(
+        LSE,
+        truth=lse,
+        subject=lse.astype(np.float32),
+        peer=lse.astype(np.float32),
+        axes=("token", "head"),
+        slice_rank=2,
+    )
+    assert v.passed, v.reason
+
+
+def test_zero_rows_must_be_zero():
+    truth = np.ones((3, 2, 64))
+    truth[1] = 0
+    wrong = bf16(truth)
+    wrong[1, 1, 5] = 1e-30
+    v = verdict(DEFAULT, truth, wrong, bf16(truth))
+    assert v.reason == "kernel: the truth is zero throughout (token 1, head 1), the output is not (1 such slices)"
+
+
+@pytest.mark.parametrize("error", [1e-4, -1e-4, 1e-5])
+def test_lse_is_judged_absolutely(error):
+    truth = np.random.default_rng(0).uniform(0, 8, (64, 8))
+    right = truth.astype(np.float32)
+    v = judge(LSE, truth=truth, subject=right + np.float32(error), peer=right, axes=AXES[:2], slice_rank=2)
+    assert not v.passed
+    base_2 = (truth / np.log(2)).astype(np.float32)
+    assert not judge(LSE, truth=truth, subject=base_2, peer=right, axes=AXES[:2], slice_rank=2).passed
+
+
+def test_exact_compares_bits():
+    codes = np.arange(12, dtype=np.int8).reshape(3, 4)
+    assert judge(EXACT, truth=codes, subject=codes, peer=codes.copy()).passed
+    wrong = codes.copy()
+    wrong[1, 2] = -1
+    v = judge(EXACT, truth=codes, subject=wrong, peer=codes, axes=("row", "byte"))
+    assert v.reason == "1 of 12 elements differ in their bits, first at (row 1, byte 2): subject -1, peer 6"
+    zero = np.zeros(2, np.float32)
+    assert not judge(EXACT, truth=zero, subject=-zero, peer=zero).passed
+
+
+def test_shapes_dtypes_and_emptiness_are_failures(truth):
+    x = bf16(truth)
+    assert verdict(DEFAULT, truth, x[:1], x).reason == "kernel has shape (1, 16, 64), the truth (256, 16, 64)"
+    assert verdict(DEFAULT, truth, x.astype(np.float32), x).reason == "kernel has dtype float32, capture bfloat16"
+    assert not verdict(DEFAULT, truth[:0], x[:0], x[:0]).passed
+
+
+def test_needed_is_the_factor_that_would_pass(truth):
+    wrong = bf16(1.01 * truth)
+    v = verdict(DEFAULT, truth, wrong, bf16(truth))
+    needed = max(c["needed"] for name, c in v.allowed.items() if name.startswith("kernel"))
+    for factor, passes in ((needed * 1.001, True), (needed * 0.999, False)):
+        checks = tuple(type(c)(**{**vars(c), "factor": factor}) for c in DEFAULT.checks)
+        rule = tolerances.Rule(**{**vars(DEFAULT), "checks": checks, "two_sided": False})
+        assert verdict(rule, truth, wrong, bf16(truth)).passed == passes
+
+
+def test_metrics_of_a_hand_made_pair():
+    expected = np.array([1, -2, 4, 0], np.float32)
+    got = np.array([1, -2.5, 4, 0], np.float32)
+    m = metrics.difference(got, expected)
+    assert (m["mismatches"], m["elements"], m["finite"]) == (1, 4, 4)
+    assert m["abs"]["max"] == 0.5 and m["rel"]["max"] == 0.25 and m["rms"] == 0.25
+    assert m["sqnr_db"] == pytest.approx(10 * np.log10(21 / 0.25))
+    assert m["bias"] == {"mean": -0.125, "fraction_below": 1.0}
+    assert m["cosine_distance"] == pytest.approx(1 - 22 / np.sqrt(21 * 23.25))
+    assert m["similarity_distance"] == pytest.approx(1 - 44 / 44.25)
+    assert m["ulp"] == {"0": 3, "1": 0, "2": 0, "<=4": 0, "<=16": 0, "more": 1}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.float64, ml_dtypes.float8_e4m3fn])
+def test_ulp_steps_count_representable_numbers(dtype):
+    zero, one = np.zeros(1, dtype), np.ones(1, dtype)
+    up = np.nextafter(one, 2 * one)
+    assert metrics.ulp_distance(up, one) == 1
+    assert metrics.ulp_distance(-one, -up) == 1
+    assert metrics.ulp_distance(-zero, zero) == 0
+    tiny = np.nextafter(zero, one)
+    assert metrics.ulp_distance(tiny, -tiny) == 2
+    assert metrics.ulp(one, dtype) == float(ml_dtypes.finfo(dtype).eps)
+    assert metrics.ulp(zero, dtype) == float(tiny[0])
+
+
+def test_ulp_histogram_has_every_bin():
+    one = np.ones(6, np.float32)
+    steps = np.array([0, 1, 2, 4, 16, 17])
+    got = (one.view(np.int32) + steps.astype(np.int32)).view(np.float32)
+    assert list(metrics.ulp_histogram(got, one).values()) == [1] * 6
+
+
+def test_the_expected_rounding_is_that_of_uniform_errors(truth):
+    x = truth.ravel()[None]
+    measured = metrics.error(bf16(x), x, ("row", "dim"), 1)
+    predicted = metrics.rounding(x, ml_dtypes.bfloat16, 1)
+    for name in ("rms", "mean", "slice"):  # 2**18 samples: three digits
+        assert getattr(measured, name) == pytest.approx(predicted[name], rel=DEFAULT.checks[0].factor / 100)
+    assert measured.max <= predicted["max"] and measured.p99 <= predicted["p99"]
+
+
+def test_heat_maps_are_bounded_and_keep_the_worst(truth):
+    wide = np.ones((1000, 3, 8))
+    wrong = bf16(wide)
+    wrong[777, 2] = 2
+    table = metrics.slice_table(wrong, bf16(wide), wide, AXES, 2, relative=True)
+    assert table["shape"] == [1000, 3] and table["block"] == [16, 1] and len(table["subject"]) == 63
+    assert table["subject"][777 // 16][2] == 1 and np.max(table["peer"]) == 0
+
+
+def test_every_rule_says_where_it_comes_from():
+    for rule in tolerances.RULES.values():
+        assert rule.bitwise != bool(rule.checks)
+        assert len(rule.derivation.split()) > 10 and rule.date and rule.margin
+    with pytest.raises(ValueError, match=r"unknown tolerance rule 'tight'; known: default, exact, lse"):
+        tolerances.find("tight")
