@@ -172,7 +172,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
     """Everything worth knowing about `got - expected`, two arrays of one shape and dtype.
 
     Returns:
-        elements; max/mean/p.. of the absolute (`abs`) and relative (`rel`) difference, the latter against
+        dtype; elements; max/mean/p.. of the absolute (`abs`) and relative (`rel`) difference, the latter against
         max(|expected|, `rel_floor`) with rel_floor = rms(expected) / 64; rms, rel_rms; cosine and similarity distance;
         sqnr_db (None where nothing differs); ulp histogram in the arrays' dtype; bias {mean, fraction_below};
         mismatches (elements that are not equal; NaN equals NaN); masks {nan, inf, -inf: places that differ}.
@@ -187,6 +187,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
     xx, yy, xy = float(x @ x), float(y @ y), float(x @ y)
     differing = d[d != 0]
     return {
+        "dtype": np.dtype(got.dtype).name,
         "elements": int(a.size),
         "finite": int(finite.sum()),
         "abs": _distribution(size),

@@ -32,7 +32,7 @@ def page(report: Report) -> str:
     overview = el(
         "div",
         _header(report, outputs),
-        _summary(report),
+        _summary(report, outputs),
         _results(report, outputs),
         _mutations(report),
         _coverage(report),
@@ -71,7 +71,7 @@ def _header(report: Report, outputs: list[Output]) -> Markup:
         title, lead = "Nothing was compared", "No result of this run says anything about the port."
     elif bad:
         title = f"{counts['fail']} of {compared} comparisons fail"
-        lead = join("First: ", el("a", bad[0].label, href="#output-0"), f". {bad[0].sentence}")
+        lead = join("First: ", el("a", bad[0].label, href="#output-0"), f". {bad[0].said}")
     elif survivors:
         title = "All comparisons pass, but the judge is not to be trusted"
         lead = f"{len(survivors)} planted faults were not noticed; see the mutation suite."
@@ -91,7 +91,7 @@ def _header(report: Report, outputs: list[Output]) -> Markup:
     )
 
 
-def _summary(report: Report) -> Markup:
+def _summary(report: Report, outputs: list[Output]) -> Markup:
     counts = report["summary"]
     total = sum(counts.values())
     numbers = [el("div", el("dt", svg.glyph(s), LABELS[s]), el("dd", f"{counts[s]:,}"), cls=s) for s in STATUSES]
@@ -104,8 +104,19 @@ def _summary(report: Report) -> Markup:
         "div",
         el("div", el("dl", numbers, cls="counts"), bar, cls="card"),
         el("div", judge, el("p", said, cls="soft small"), cls="card"),
+        _tightest(outputs),
         cls="summary",
     )
+
+
+def _tightest(outputs: list[Output]) -> Markup:
+    measured = [(o.tightest, i) for i, o in enumerate(outputs) if o.tightest is not None]
+    if not measured:
+        return el("div", el("p", DASH, cls="big"), el("p", "no error was measured", cls="soft small"), cls="card")
+    share, i = max(measured)
+    link = el("a", outputs[i].label, href=f"#output-{i}")
+    said = el("p", "of the allowance used at the tightest, ", link, cls="soft small")
+    return el("div", el("p", percent(share), cls="big"), said, cls="card")
 
 
 def _spoken(counts: Mapping[str, int]) -> str:
@@ -122,7 +133,7 @@ _COLUMNS = (
     ("verdict", "Verdict", "number"),
     ("name", "Case and output", "text"),
     *((f"e{i}", EDGE_NAMES[c], "number") for i, c in enumerate(COMPARISONS)),
-    ("used", "Tightest, of allowed", "number"),
+    ("used", "Tightest, share of allowed", "number"),
 )
 
 
@@ -153,10 +164,11 @@ def _row(o: Output, i: int) -> Markup:
     statuses = o.statuses
     text = " ".join([o.mechanism, o.capture, o.case, o.name, *(str(r["reason"]) for r in o.edges.values())])
     text += " " + " ".join({str(r["metrics"].get("dtype", "")) for r in o.edges.values()})
+    said = o.said if o.blamed else f"{o.mechanism} · {o.capture}"
     order = {"fail": 0, "not_run": 1, "skipped": 2, "pass": 3}
     cells = [
         el("td", el("span", svg.mini(statuses), el("span", LABELS[o.status], cls=f"st {o.status}"), cls="brief")),
-        el("td", el("a", o.label, href=f"#output-{i}"), el("span", f"{o.mechanism} · {o.capture}", cls="where")),
+        el("td", el("a", o.label, href=f"#output-{i}"), el("span", said, cls="where")),
         *(el("td", svg.chip(statuses[c]), data_label=EDGE_NAMES[c]) for c in COMPARISONS),
         el("td", _used(o), data_label="Of allowed"),
     ]  # fmt: skip
@@ -171,7 +183,7 @@ def _row(o: Output, i: int) -> Markup:
 
 def _used(o: Output) -> Markup:
     if o.tightest is None:
-        return el("span", "nothing measured", cls="soft small")
+        return el("span", "no allowance applies" if o.status == "fail" else "nothing measured", cls="soft small")
     return el("div", svg.bar(o.tightest, o.status), el("span", percent(o.tightest), cls="num small"), cls="used")
 
 
@@ -250,7 +262,7 @@ def _coverage(report: Report) -> Markup:
     if unclaimed:
         more = el(
             "details",
-            el("summary", f"{len(unclaimed)} captured cases belong to no selected mechanism and were not compared"),
+            el("summary", f"Captured, but of no selected mechanism and not compared: {len(unclaimed)}"),
             el("p", ", ".join(unclaimed), cls="small soft"),
             style="margin-top:.8rem",
         )

@@ -9,11 +9,11 @@ from scripts._report.markup import Markup, el, join
 from scripts._report.schema import DASH, EDGE_NAMES, LABELS, Output, Report, Result, percent
 
 _STATISTICS = {
-    "max": "largest error",
-    "mean": "mean error",
-    "rms": "RMS error",
-    "p99": "99th percentile",
-    "slice": "worst slice, relative RMS",
+    "max": "largest",
+    "mean": "mean",
+    "rms": "RMS",
+    "p99": "p99",
+    "slice": "worst slice",
 }
 
 
@@ -38,10 +38,12 @@ def drill_down(report: Report, output: Output, number: int, before: bool, after:
         "article",
         crumbs,
         el("p", el("span", output.mechanism), el("span", output.capture), cls="eyebrow"),
-        el("h1", output.label, tabindex=-1),
-        _verdict(report, output),
-        [_edge(c, output.edges[c]) for c in output.edges],
+        el("h1", output.label, id=f"title-{number}"),
+        _verdict(report, output, f"output-{number}"),
+        [_edge(c, output.edges[c], f"output-{number}.{c}") for c in output.edges],
         id=f"output-{number}",
+        tabindex=-1,
+        aria_labelledby=f"title-{number}",
         cls=f"output {'fails' if output.status == 'fail' else ''}".strip(),
     )
 
@@ -71,7 +73,7 @@ def figure(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def _verdict(report: Report, output: Output) -> Markup:
+def _verdict(report: Report, output: Output, link: str) -> Markup:
     theirs = report["provenance"]["captures"].get(output.capture, {})
     ours = report["provenance"]["ours"]
     kernel = next((r.get("kernel") for r in output.edges.values() if r.get("kernel")), None)
@@ -84,17 +86,15 @@ def _verdict(report: Report, output: Output) -> Markup:
         "kernel": f"{kernel}, {backend}" if kernel else "did not run",
     }
     notes = {
-        c: f"{percent(share)} of allowed" if share is not None else ""
-        for c, r in output.edges.items()
-        for share in (schema.used(r),)
+        c: percent(share) if share is not None else "" for c, r in output.edges.items() for share in (schema.used(r),)
     }
-    said = el("p", output.sentence[:1].upper() + output.sentence[1:] + ".", style="font-size:1.08rem;text-wrap:pretty")
+    said = el("p", output.said, style="font-size:1.08rem;text-wrap:pretty")
     sides = el("dl", el("dt", "capture"), el("dd", _side(theirs, ("device", "driver", "date"))),
                el("dt", "this side"), el("dd", _side(ours, ("device", "git", "date"))), cls="facts")  # fmt: skip
     word = el("p", svg.chip(output.status, pill=True), f"  {_blame(output)}" if output.blamed else None)
     return el(
         "div",
-        svg.triangle(output.statuses, output.blamed, notes, what),
+        svg.triangle(output.statuses, output.blamed, notes, what, link),
         el("div", word, said, sides),
         cls="card verdict",
     )
@@ -108,7 +108,7 @@ def _side(values: Mapping[str, Any], fields: Sequence[str]) -> str:
     return " · ".join(str(values[f]) for f in fields if values.get(f)) or "unknown"
 
 
-def _edge(comparison: str, r: Result) -> Markup:
+def _edge(comparison: str, r: Result, id_: str) -> Markup:
     peer, _, subject = comparison.partition("_vs_")
     ran = [r["backend"] if "kernel" in comparison else None, r.get("kernel"), _time(r)]
     head = el(
@@ -121,14 +121,16 @@ def _edge(comparison: str, r: Result) -> Markup:
     parts: list[Markup | None] = [head, el("p", r["reason"], cls=tone) if r["reason"] else None]
     if r["metrics"]:
         parts += [
-            el("div", el("div", _allowed(r, subject, peer)), el("div", _ulps(r)), cls="pair"),
+            el("div", el("div", _allowed(r)), el("div", _ulps(r)), cls="pair"),
             _heatmaps(r, subject, peer),
             el("div", el("div", _worst(r, subject, peer)), el("div", _metrics(r)), cls="pair part"),
         ]
     if r["repro"]:
         copy = el("button", "Copy", type="button", cls="tool", data_copy=True, hidden=True)
         parts.append(el("div", el("code", r["repro"], tabindex=0), copy, cls="repro"))
-    return el("section", parts, cls="card edge-card", aria_label=f"{EDGE_NAMES[comparison]}: {LABELS[r['status']]}")
+    return el(
+        "section", parts, id=id_, cls="card edge-card", aria_label=f"{EDGE_NAMES[comparison]}: {LABELS[r['status']]}"
+    )
 
 
 def _time(r: Result) -> str | None:
@@ -140,30 +142,36 @@ def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Markup], cls: str = 
     return el("div", el("table", el("thead", head), el("tbody", rows), cls="compact"), cls=f"scroll bare {cls}".strip())
 
 
-def _allowed(r: Result, subject: str, peer: str) -> Markup:
+def _allowed(r: Result) -> Markup:
     """Every check: measured, allowed, a bar of the share, and the factor that would have passed."""
     title = el("h4", "Measured error against what is allowed")
     if not r["allowed"]:
         said = "Compared bit by bit: nothing but equality is allowed." if r["headroom"] is not None else r["reason"]
         return join(title, el("p", said, cls="soft small"))
-    rows = []
+    sides: dict[str, list[Markup]] = {}
     for name, check in r["allowed"].items():
         side, _, statistic = name.partition(".")
-        measured, allowed = (schema.number(check[k]) for k in ("measured", "allowed"))
-        share = _share(measured, allowed)
+        share = _share(schema.number(check["measured"]), schema.number(check["allowed"]))
         status = "fail" if share is None or share > 1 else "pass"
-        rows.append(
+        sides.setdefault(side, []).append(
             el(
                 "tr",
-                el("th", _STATISTICS.get(statistic, statistic), el("span", f"of the {side}", cls="where"), scope="row"),
+                el("th", _STATISTICS.get(statistic, statistic), scope="row"),
                 el("td", figure(check["measured"]), cls="num"),
                 el("td", figure(check["allowed"]), cls="num"),
                 el("td", el("div", svg.bar(share, status), el("span", percent(share), cls="num small"), cls="used")),
                 el("td", _factor(check), cls="num soft"),
             )
         )
-    heads = (("Check", ""), ("Measured", "num"), ("Allowed", "num"), ("Share", ""), ("Passes at", "num"))
-    return join(title, _table(heads, rows))
+    heads = ("Check", "Measured", "Allowed", "Share of allowed", "Factor needed")
+    kinds = (None, "num", "num", None, "num")
+    head = el("tr", [el("th", h, scope="col", cls=k) for h, k in zip(heads, kinds, strict=True)])
+    bodies = []
+    for side, rows in sides.items():
+        label = el("th", f"{side} against the float64 truth", colspan=len(heads), scope="rowgroup")
+        bodies.append(el("tbody", el("tr", label, cls="group"), rows))
+    table = el("table", el("thead", head), bodies, cls="compact")
+    return join(title, el("div", table, cls="scroll bare"))
 
 
 def _share(measured: float | None, allowed: float | None) -> float | None:

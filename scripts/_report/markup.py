@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from html import escape
 
-VOID = frozenset({"meta", "input", "br", "hr", "rect", "line", "circle", "path"})
+VOID = frozenset({"meta", "input", "br", "hr"})
+SHAPES = frozenset({"rect", "line", "circle", "path"})
 
 
 class Markup(str):
@@ -27,6 +28,8 @@ def el(tag: str, *children: Child, **attributes: str | int | float | bool | None
             continue
         name = "class" if name == "cls" else name.rstrip("_").replace("_", "-")
         parts.append(name if value is True else f'{name}="{escape(_number(value))}"')
+    if tag in SHAPES:
+        return Markup(f"<{' '.join(parts)} />")
     head = f"<{' '.join(parts)}>"
     return Markup(head if tag in VOID else f"{head}{join(*children)}</{tag}>")
 

@@ -80,12 +80,11 @@
   let scroll = 0;
   addEventListener("hashchange", (event) => {
     const page = $(".output:target");
-    const left = event.oldURL.split("#")[1] || "";
+    const left = (event.oldURL.split("#")[1] || "").split(".")[0];
     if (page) {
       if (!left.startsWith("output-")) scroll = table.dataset.scroll || 0;
       scrollTo(0, 0);
-      $("h1", page).focus({ preventScroll: true });
-    } else if (left.startsWith("output-")) {
+    } else if (left.startsWith("output-") && !$(".output :target")) {
       scrollTo(0, scroll);
       const link = $(`tr.row a[href="#${left}"]`);
       if (link) link.focus({ preventScroll: true });
@@ -96,7 +95,7 @@
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
-    const page = $(".output:target");
+    const page = $(".output:target, .output:has(:target)");
     if (event.key === "Escape" && page) location.hash = "results-title";
     else if (event.key === "Escape" && event.target === search) { search.value = ""; filter(); }
     else if (typing) return;

@@ -194,8 +194,16 @@ class Output:
 
     @property
     def tightest(self) -> float | None:
-        """Largest measured / allowed of the edges; None if nothing was measured."""
-        return max((u for r in self.edges.values() if (u := used(r)) is not None), default=None)
+        """Largest measured / allowed, of the failing edges if any fails; None if an edge that decides has no number."""
+        deciding = [r for r in self.edges.values() if r["status"] == self.status]
+        shares = [used(r) for r in deciding]
+        known = [share for share in shares if share is not None]
+        return max(known) if known and len(known) == len(shares) else None
+
+    @property
+    def said(self) -> str:
+        """`sentence` with a capital and a full stop."""
+        return f"{self.sentence[:1].upper()}{self.sentence[1:].rstrip('.')}." if self.sentence else ""
 
     @property
     def blamed(self) -> tuple[str, ...]:
@@ -228,7 +236,7 @@ def used(result: Result) -> float | None:
 
 
 def percent(share: float | None) -> str:
-    """A share for people: 42 %, 0.3 %, 12 x."""
+    """A share for people: 42 %, 0.3 %, 12 times; never 100 % for more than that."""
     if share is None:
         return DASH
     if not math.isfinite(share):
@@ -236,6 +244,8 @@ def percent(share: float | None) -> str:
     if share >= 10:
         return f"{share:,.0f}{TIMES}"
     value = 100 * share
+    if 100 < value < 100.5:
+        return "> 100 %"
     return f"{value:.0f} %" if value >= 9.95 or value == 0 else f"{value:.1f} %" if value >= 0.1 else "< 0.1 %"
 
 

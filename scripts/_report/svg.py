@@ -138,7 +138,9 @@ def scale(top: float, unit: str) -> Markup:
     return el("div", "0", drawing, f"{top:.3g}", el("span", unit), el("output", cls="readout"), cls="legend")
 
 
-def triangle(statuses: dict[str, str], blamed: Sequence[str], notes: dict[str, str], what: dict[str, str]) -> Markup:
+def triangle(
+    statuses: dict[str, str], blamed: Sequence[str], notes: dict[str, str], what: dict[str, str], link: str
+) -> Markup:
     """Capture, reference and kernel with one line per comparison, the blamed corners highlighted.
 
     Args:
@@ -146,22 +148,24 @@ def triangle(statuses: dict[str, str], blamed: Sequence[str], notes: dict[str, s
         blamed: names of the corners that the verdict blames.
         notes: comparison -> short text beside the status, such as the used share.
         what: corner -> what it is, such as the producer.
+        link: the status beside a line leads to `#<link>.<comparison>`.
     """
-    parts = []
+    parts, chips = [], []
     for comparison, (a, b) in EDGES.items():
         (x1, y1), (x2, y2) = NODES[a], NODES[b]
         status = statuses[comparison]
         x, y = (x1 + x2) / 2, (y1 + y2) / 2
         word = join(LABELS[status], f" · {notes[comparison]}" if notes.get(comparison) else "")
-        wide = 44 + 6.9 * len(word)
-        parts.append(
+        wide = 48 + 7.6 * len(word)
+        parts.append(el("g", el("line", x1=x1, y1=y1, x2=x2, y2=y2), cls=f"edge {status}"))
+        chips.append(
             el(
-                "g",
-                el("line", x1=x1, y1=y1, x2=x2, y2=y2),
+                "a",
                 el("rect", cls="chip", x=x - wide / 2, y=y - 14, width=wide, height=28, rx=14),
                 glyph(status, x=x - wide / 2 + 10, y=y - 8, width=16, height=16),
-                el("text", word, x=x - wide / 2 + 32, y=y + 4.5),
+                el("text", word, x=x - wide / 2 + 32, y=y + 5),
                 cls=f"edge {status}",
+                href=f"#{link}.{comparison}",
             )
         )
     for name, (x, y) in NODES.items():
@@ -178,7 +182,7 @@ def triangle(statuses: dict[str, str], blamed: Sequence[str], notes: dict[str, s
         )
     said = "; ".join(f"{c.replace('_', ' ')}: {LABELS[s]}" for c, s in statuses.items())
     label = f"Verdict triangle. {said}. Blamed: {', '.join(blamed) or 'none'}."
-    return el("svg", parts, cls="triangle", viewBox="0 0 550 306", role="img", aria_label=label)
+    return el("svg", parts, chips, cls="triangle", viewBox="0 0 550 306", role="group", aria_label=label)
 
 
 def mini(statuses: dict[str, str]) -> Markup:

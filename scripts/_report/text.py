@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -11,29 +11,31 @@ from scripts._report.schema import COMPARISONS, DASH, EDGE_NAMES, LABELS, STATUS
 
 SIGNS = {"pass": "✓", "fail": "✕", "skipped": DASH, "not_run": "○"}
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "magenta", "not_run": "dim"}
-_BAR = 12
+_BAR = 8
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the table of outputs, the failures' reasons and repro lines, the coverage and the kill rate."""
+    """Print the table of outputs, the failures with reason and repro line, what was not compared, and the totals."""
     outputs = schema.outputs(report)
-    table = Table(box=None, pad_edge=False, header_style="dim", row_styles=["", ""])
-    table.add_column("case / output", overflow="fold", min_width=24)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("case / output", overflow="fold", ratio=1)
     for comparison in COMPARISONS:
         table.add_column(EDGE_NAMES[comparison].lower().replace(f" {DASH} ", f" {DASH}\n"), no_wrap=True)
     table.add_column("tightest,\nof allowed", no_wrap=True)
-    table.add_column("verdict", overflow="fold")
-    mechanism = None
-    for o in sorted(outputs, key=lambda o: o.mechanism):
-        if o.mechanism != mechanism:
-            mechanism = o.mechanism
-            table.add_row(Text(mechanism, "bold"))
-        states = [_status(s) for s in o.statuses.values()]
-        table.add_row(Text(f"  {o.label}"), *states, _meter(o), Text(o.sentence, "red" if o.blamed else "dim"))
-    failures = [_failure(r) for r in report["results"] if r["status"] == "fail"]
-    console.print(Group(table, *failures), soft_wrap=False)
-    console.print(_skipped(report))
-    console.print(Text(judge_line(report)))
+    for name in dict.fromkeys(o.mechanism for o in outputs):
+        table.add_row(Text(name, "bold"))
+        for o in outputs:
+            if o.mechanism == name:
+                table.add_row(Text(f"  {o.label}"), *(_status(s) for s in o.statuses.values()), _meter(o))
+    if outputs:
+        console.print(table)
+    for o in outputs:
+        for line in _failures(o):
+            console.print(line, soft_wrap=True)
+    console.print()
+    for line in _gaps(report):
+        console.print(Text(line, "dim"), soft_wrap=True)
+    console.print(Text(judge_line(report)), soft_wrap=True)
     console.print(Text.assemble(*_total(report)))
 
 
@@ -117,9 +119,15 @@ def _meter(o: Output) -> Text:
     return Text.assemble(("━" * filled, style), ("━" * (_BAR - filled), "bright_black"), f" {percent(o.tightest)}")
 
 
-def _failure(r: schema.Result) -> Text:
-    name = " / ".join((r["mechanism"], r["case"], r["output"], EDGE_NAMES[r["comparison"]].lower()))
-    return Text.assemble("\n", ("✕ ", "bold red"), (name, "bold"), f"\n  {r['reason']}\n  ", (r["repro"], "cyan"))
+def _failures(o: Output) -> list[Text]:
+    failed = [r for r in o.edges.values() if r["status"] == "fail"]
+    if not failed:
+        return []
+    lines = [Text.assemble("\n", ("✕ ", "bold red"), (o.label, "bold"), f": {o.sentence}")]
+    for r in failed:
+        edge = EDGE_NAMES[r["comparison"]].lower()
+        lines.append(Text.assemble(f"  {edge}: {r['reason']}\n  ", (r["repro"], "cyan")))
+    return lines
 
 
 def _reasons(report: Report) -> dict[tuple[str, str], int]:
@@ -131,14 +139,14 @@ def _reasons(report: Report) -> dict[tuple[str, str], int]:
     return counts
 
 
-def _skipped(report: Report) -> Text:
+def _gaps(report: Report) -> list[str]:
     lines = [f"{SIGNS[s]} {n} {LABELS[s]}: {why}" for (s, why), n in _reasons(report).items()]
     empty = [c["mechanism"] for c in schema.coverage(report) if not c["outputs"]]
-    lines += [f"○ {name}: no capture of it was loaded" for name in empty]
+    lines += [f"{SIGNS['not_run']} {name}: no capture of it was loaded" for name in empty]
     unclaimed = len(report["coverage"]["unclaimed"])
     if unclaimed:
-        lines.append(f"○ {unclaimed} captured cases belong to no selected mechanism")
-    return Text("\n".join(["", *lines]), "dim")
+        lines.append(f"{SIGNS['not_run']} captured, but of no selected mechanism and not compared: {unclaimed}")
+    return lines
 
 
 def _total(report: Report) -> list:
