@@ -80,6 +80,11 @@ def _has_lse(args: Args) -> bool:
     return bool(args.get("return_lse"))
 
 
+def _has_exact_lse(args: Args) -> bool:
+    """Not so with a float8 cache: its keys are rounded to q's dtype, which moves the log-sum-exp by more than 1e-4."""
+    return _has_lse(args) and not _fp8(args)
+
+
 def _window_bites(args: Args) -> bool:
     return args.get("window") is not None and args["window"] < _longest(args)
 
@@ -208,7 +213,7 @@ FAULTS = Faults(
             "lse-1e-4",
             "the log-sum-exp is off by 1e-4",
             _on_output("lse", lambda x, a: x + x.dtype.type(1e-4)),
-            _has_lse,
+            _has_exact_lse,
         ),
     ),
 )
