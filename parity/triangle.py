@@ -437,6 +437,7 @@ def blame(results: Iterable[Result]) -> str:
         if b == "fail":
             return "all three disagree: repair the reference first, because the kernel is judged through it"
         follows = "and the kernel follows the reference" if b == "pass" else "and no kernel ran"
+        follows = "but the kernel is within the allowance of both" if b == c == "pass" else follows
         return f"capture and reference disagree {follows}: suspect the reference, then the capture"
     if b == "fail":
         more = "" if c == "fail" else ", within the capture's own error but outside the tighter contract"

@@ -22,15 +22,14 @@ THEIRS = {"producer": "vllm", "vllm": "0.26.0", "device": "NVIDIA H200", "driver
 
 
 def triangle_of(case, seed=0, *, fault=None, mechanism="paged_attention", tokens=24, heads=8, dim=16):
-    """Three real results of the judge; `fault` changes the kernel or, as `("reference", f)`, another corner."""
+    """Three real results of the judge; `fault` changes the kernel, or corners if it is a list of (corner, change)."""
     rng = np.random.default_rng(seed)
     truth = rng.standard_normal((tokens, heads, dim))
     noisy = {
         side: (truth + 1e-3 * rng.standard_normal(truth.shape)).astype(ml_dtypes.bfloat16)
         for side in ("capture", "reference", "kernel")
     }
-    if fault is not None:
-        side, change = fault if isinstance(fault, tuple) else ("kernel", fault)
+    for side, change in fault if isinstance(fault, list) else [("kernel", fault)] * (fault is not None):
         noisy[side] = change(noisy[side].copy())
     results = []
     for comparison in triangle.COMPARISONS:
@@ -112,7 +111,7 @@ def mixed():
         *triangle_of("paged_scale", 2, fault=scale),
         *triangle_of("paged_row", 3, fault=zero_row),
         *triangle_of("paged_nan", 4, fault=leak),
-        *triangle_of("paged_reference", 5, fault=("reference", scale)),
+        *triangle_of("paged_reference", 5, fault=[("reference", scale)]),
         *without_kernel(triangle_of("paged_skipped", 6), "skipped", "D must be 64, 128 or 256, got 80"),
         *without_kernel(triangle_of("paged_alone", 7), "not_run", "backend 'reference' runs no kernel"),
     ]
@@ -147,6 +146,19 @@ def test_verdicts_blame_the_right_corner(mixed):
         "alone": (),
     }
     assert all(o.sentence for o in schema.outputs(mixed))
+
+
+@pytest.mark.parametrize(
+    ("sides", "blamed"), [(("reference",), ("reference",)), (("capture", "kernel"), ("reference",))]
+)
+def test_blame_and_sentence_agree(sides, blamed):
+    """A capture and a kernel with one error are two witnesses against the reference."""
+    wrong = scale(np.random.default_rng(8).standard_normal((24, 8, 16)).astype(ml_dtypes.bfloat16))
+    change = (lambda x: wrong) if len(sides) == 2 else scale
+    results = triangle_of("paged_x", 8, fault=[(side, change) for side in sides])
+    (output,) = schema.outputs(report_of(results))
+    assert output.blamed == blamed
+    assert "reference" in output.sentence and "kernel is wrong" not in output.sentence
 
 
 def test_json_is_strict_and_survives_a_round_trip(mixed, tmp_path):
