@@ -4,13 +4,17 @@ Interpreting proves the numbers, this proves the lowering: missing rules, too mu
 show only here.
 """
 
+import functools
+import importlib.util
 import os
 import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn import _checks, _mechanism, registry
 from pallas_kernels import _mosaic
@@ -29,6 +33,7 @@ FIRST = {tuple(name.split("/")[:2]): name for name in reversed(PROGRAMS)}.values
 pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
 
 
+@functools.cache
 def arguments(name):
     """(record, kernel name, prepared arguments with shapes for arrays) of one of PROGRAMS."""
     stem, kernel, kind, label = name.split("/", 3)
@@ -59,17 +64,27 @@ def refusal(name):
     return mechanism.kernels[kernel].why_not(**args)
 
 
+def compile_programs(function, names):
+    """Compile in another process, or skip where nothing can compile; on CI something must."""
+    if reason := cannot_compile():
+        assert "CI" not in os.environ, f"CI must compile the kernels, but this environment {reason}"
+        pytest.skip(reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        return {record.name: record for record in _mosaic.compile_report(f"test_compile:{function}", names)}
+
+
+def cannot_compile():
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        return "lacks JAX's CUDA plugin; scripts/test.sh installs it, or pip install -r requirements/compile-cuda13.txt"
+    return None if _mosaic.find_ptxas() else "lacks ptxas; pip install -r requirements/compile-cuda13.txt"
+
+
 @pytest.fixture(scope="module")
 def compiled(request):
     """The compiler's record of every selected program that its kernel accepts."""
-    if reason := _mosaic._why_no_compiler():
-        assert "CI" not in os.environ, f"CI must compile the kernels, but this environment {reason}"
-        pytest.skip(reason)
     selected = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    names = [name for name in PROGRAMS if name in selected and refusal(name) is None]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        return {record.name: record for record in _mosaic.compile_report("test_compile:build", names)}
+    return compile_programs("build", [name for name in PROGRAMS if name in selected and refusal(name) is None])
 
 
 @pytest.mark.parametrize(
@@ -88,3 +103,63 @@ def test_compiles_without_spills(name, compiled):
 def test_every_kernel_compiles_something():
     accepted = {tuple(name.split("/")[:2]) for name in PROGRAMS if refusal(name) is None}
     assert accepted == {(m.name, kernel) for m in registry.MECHANISMS for kernel in m.kernels}
+
+
+# ---------------------------------------------------------------- the compiler's report itself
+def faulty(name):
+    """Small kernels, each with the fault that its name says."""
+
+    def body(x_ref, o_ref, *scratch):
+        x = x_ref[...]
+        if name == "crash":
+            os.abort()
+        elif name == "lowering":
+            x = jnp.cumsum(x)
+        elif name == "memory":
+            scratch[0][...] = jnp.zeros(scratch[0].shape, scratch[0].dtype)
+        elif name == "spills":
+            copies = [x * i for i in range(3)]
+            for _ in range(2):
+                copies = [sum(copies[i:], copies[0]) * c for i, c in enumerate(copies)]
+            x = sum(copies, x)
+        o_ref[...] = x
+
+    def call(x):
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            scratch_types=[plgpu.SMEM((256, 512), jnp.float32)] if name == "memory" else (),
+        )(x)
+
+    return call, (jax.ShapeDtypeStruct((128 * 96 if name == "spills" else 1024,), jnp.float32),)
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return compile_programs("faulty", ["lowering", "memory", "crash", "spills", "none"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lowering", "NotImplementedError: Unimplemented primitive in Pallas Mosaic GPU lowering: cumsum"),
+        ("memory", "exceeds available shared memory: smem_bytes=524288 > max_smem_bytes=232448"),
+        ("crash", "the compiler process died"),
+    ],
+)
+def test_report_names_the_error(name, message, faults):
+    assert message in faults[name].error
+
+
+def test_report_counts_spills(faults):
+    assert faults["spills"].error is None
+    assert faults["spills"].spill_bytes > 0
+    assert faults["spills"].registers == 255
+
+
+def test_report_of_a_sound_kernel_after_a_crash(faults):
+    record = faults["none"]
+    assert record.error is None
+    assert len(record.kernels) == 1
+    assert record.spill_bytes == 0
+    assert 0 < record.registers < 255
