@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     stale = []
     for page, mechanisms in pages.items():
         path = root / page
-        old = path.read_text()
+        old = path.read_text("utf-8")
         new = insert(old, "\n\n".join(map(table, mechanisms)), page)
         if old != new:
             stale.append(page)
             if not check:
-                path.write_text(new)
+                path.write_text(new, "utf-8")
     if stale:
         print(("out of date, run scripts/support_table.py: " if check else "written: ") + ", ".join(stale))
     return 1 if check and stale else 0

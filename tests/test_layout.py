@@ -29,7 +29,7 @@ ALLOWED = (
     ("jaxattn/", NUMERIC | {"pallas_kernels", "jaxattn"}),
 )
 FOREIGN = {"torch", "transformers", "triton", "vllm"}
-TOLERANCES = {"abs", "atol", "rel", "rtol", "tol", "tolerance"}
+TOLERANCES = {"abs_tol", "atol", "rel_tol", "rtol", "tol", "tolerance"}
 COMPARISONS = {"allclose": 2, "approx": 1, "assert_allclose": 2, "isclose": 2}  # name -> tolerances to give
 CRUDE = ("assert_almost_equal", "assert_array_almost_equal", "assertAlmostEqual")
 records = pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
@@ -89,7 +89,8 @@ def literal_tolerances(path, module):
         if not isinstance(node, ast.Call):
             continue
         function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        given = {k.arg: k.value for k in node.keywords if k.arg in TOLERANCES}
+        names = TOLERANCES | ({"abs", "rel"} if function == "approx" else set())
+        given = {k.arg: k.value for k in node.keywords if k.arg in names}
         if function in CRUDE or len(given) < COMPARISONS.get(function, 0) or any(map(is_number, given.values())):
             yield f"{path}:{node.lineno}"
 
