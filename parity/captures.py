@@ -11,18 +11,17 @@ Runs on Python 3.11 and needs neither jax nor safetensors, because capture scrip
 
 import hashlib
 import json
-import math
 import os
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+
+from parity._safetensors import CODES, DTYPES, MalformedError, decode, parse
 
 SHIPPED = Path(__file__).parent / "data"
 """Directory of the captures that come with the repository."""
@@ -35,26 +34,6 @@ _CASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _KEY = re.compile(rf"({_CASE.pattern})/(in|out)\.([A-Za-z_][A-Za-z0-9_]*)")
 _PROVENANCE = {"producer": str, "device": str, "driver": str, "seed": int, "date": str, "format": int}
 _PROVENANCE_2 = {"versions": dict, "commit": str, "command": str}
-_DTYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-}
-_CODES = {np.dtype(t): code for code, t in _DTYPES.items()}
-_MAX_HEADER = 100_000_000  # the limit of the safetensors format
 
 
 class CaptureError(ValueError):
@@ -130,7 +109,10 @@ def read(path: Path) -> list[Capture]:
         CaptureError: any check fails.
     """
     path = Path(path)
-    entries, metadata, data = _parse(path)
+    try:
+        entries, metadata, data = parse(path)
+    except MalformedError as e:
+        raise _error(path, str(e)) from e
     provenance = _json(path, metadata, "provenance")
     number = provenance.get("format")
     if number not in _FORMATS or isinstance(number, bool):
@@ -153,7 +135,8 @@ def write(path: Path, family: str, cases: Mapping[str, CaseData], provenance: Ma
         path: target, replaced only when the new file is complete and passes `read`.
         family: group of mechanisms, the first half of `Capture.name`.
         cases: case name -> data.
-        provenance: producer, versions, device, driver ("none" without one), seed, date, commit, command.
+        provenance: producer, versions, device, driver ("none" without one), seed, date, commit, command
+            (what makes the file again when the directory is appended).
 
     Raises:
         CaptureError: what `read` would refuse.
@@ -167,13 +150,13 @@ def write(path: Path, family: str, cases: Mapping[str, CaseData], provenance: Ma
         for name, array in arrays.items()
     }
     for key, array in tensors.items():
-        if array.dtype not in _CODES:
-            raise TypeError(f"{path}: {key} has dtype {array.dtype}; a capture holds {', '.join(map(str, _CODES))}")
+        if array.dtype not in CODES:
+            raise TypeError(f"{path}: {key} has dtype {array.dtype}; a capture holds {', '.join(map(str, CODES))}")
     entries, chunks, offset = {}, [], 0
     for key in sorted(tensors, key=lambda k: (-tensors[k].itemsize, k)):  # keeps every tensor aligned
         raw = tensors[key].tobytes()
         shape, end = list(tensors[key].shape), offset + len(raw)
-        entries[key] = {"dtype": _CODES[tensors[key].dtype], "shape": shape, "data_offsets": [offset, end]}
+        entries[key] = {"dtype": CODES[tensors[key].dtype], "shape": shape, "data_offsets": [offset, end]}
         chunks.append(raw)
         offset = end
     full = dict(provenance) | {"format": FORMAT}
@@ -197,79 +180,14 @@ def write(path: Path, family: str, cases: Mapping[str, CaseData], provenance: Ma
         partial.unlink(missing_ok=True)
 
 
-def _parse(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str], np.ndarray]:
-    """Tensor table, metadata and payload bytes (mapped, uint8) of a safetensors file."""
-    if not path.is_file():
-        raise _error(path, "no such file")
-    size = path.stat().st_size
-    if size == 0:
-        raise _error(path, "the file is empty (0 bytes)")
-    if size < 8:
-        raise _error(path, f"not a safetensors file: at least 8 bytes are required, found {size}")
-    whole = np.memmap(path, np.uint8, mode="r")
-    length = int.from_bytes(whole[:8].tobytes(), "little")
-    if length > _MAX_HEADER or (size > 8 and whole[8:9].tobytes() != b"{"):
-        raise _error(path, "not a safetensors file: it must start with the size of a JSON header and that header")
-    if 8 + length > size:
-        raise _error(path, f"truncated: the header needs {8 + length} bytes, the file has {size}")
-    header = _decode(path, "the header", whole[8 : 8 + length].tobytes())
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise _error(path, "__metadata__ must be a JSON object")
-    data = whole[8 + length :]
-    end = 0
-    for key, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
-        start, stop = _offsets(path, key, entry)
-        dtype, shape = entry.get("dtype"), entry.get("shape")
-        if dtype not in _DTYPES:
-            raise _error(path, f"{key}: dtype must be one of {', '.join(_DTYPES)}, found {dtype!r}")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise _error(path, f"{key}: shape must be a list of sizes, found {shape!r}")
-        need = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
-        if stop - start != need:
-            raise _error(path, f"{key}: shape {shape} of {dtype} needs {need} bytes, the table gives {stop - start}")
-        if start != end:
-            raise _error(path, f"{key}: must start at byte {end} of the data, the table says {start}")
-        end = stop
-    if data.size < end:
-        raise _error(path, f"truncated: the tensors need {end} bytes, the file has {data.size}")
-    if data.size > end:
-        raise _error(path, f"the tensors need {end} bytes, the file has {data.size - end} more")
-    return header, metadata, data
-
-
-def _offsets(path: Path, key: str, entry: Any) -> tuple[int, int]:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int for n in offsets)):
-        raise _error(path, f"{key}: data_offsets must be two byte positions, found {offsets!r}")
-    return offsets[0], offsets[1]
-
-
-def _decode(path: Path, what: str, text: str | bytes, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
-
-    def unique(pairs):
-        for key, count in Counter(key for key, _ in pairs).items():
-            if count > 1:
-                raise _error(path, f"{what} names {key!r} twice; every case and tensor must be unique", provenance)
-        return dict(pairs)
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except CaptureError:
-        raise
-    except ValueError as e:
-        raise _error(path, f"{what} must be JSON: {e}", provenance) from e
-    if not isinstance(value, dict):
-        raise _error(path, f"{what} must be a JSON object, found {type(value).__name__}", provenance)
-    return value
-
-
 def _json(path: Path, metadata: Mapping[str, Any], field: str, provenance: Mapping[str, Any] | None = None):
     text = metadata.get(field)
     if not isinstance(text, str):
         raise _error(path, f"header metadata {field!r} is required, found {sorted(metadata)}", provenance)
-    return _decode(path, f"header metadata {field!r}", text, provenance)
+    try:
+        return decode(f"header metadata {field!r}", text)
+    except MalformedError as e:
+        raise _error(path, str(e), provenance) from e
 
 
 def _check_provenance(path: Path, provenance: Mapping[str, Any], number: int) -> None:
@@ -360,7 +278,7 @@ def _captures(path, family, provenance, cases, entries, data) -> list[Capture]:
         case, rest = key.split("/")
         kind, name = rest.split(".")
         array = (
-            data[slice(*entry["data_offsets"])].view(np.ndarray).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            data[slice(*entry["data_offsets"])].view(np.ndarray).view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
         )
         if kind == "out" and array.size and _is_float(array.dtype) and np.isnan(array.astype(np.float32)).all():
             raise _error(
@@ -377,7 +295,7 @@ def _captures(path, family, provenance, cases, entries, data) -> list[Capture]:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    return _CODES[dtype].startswith(("F", "BF"))
+    return CODES[dtype].startswith(("F", "BF"))
 
 
 def _digest(family, provenance, cases, entries, hashes) -> str:
@@ -401,5 +319,5 @@ def _error(path: Path, problem: str, provenance: Mapping[str, Any] | None = None
         name = path.name.removesuffix(".partial").removesuffix(".safetensors")
         producer = provenance.get("producer", "torch" if name.startswith("torch-") else "vllm")
         family = name.removeprefix(f"{producer}-")
-        command = f"python {_SCRIPTS.get(producer, _SCRIPTS['vllm'])} {path.parent} --family {family}"
-    return CaptureError(f"{path}: {problem}. Regenerate the file with: {command}")
+        command = f"python {_SCRIPTS.get(producer, _SCRIPTS['vllm'])} --family {family}"
+    return CaptureError(f"{path}: {problem}. Regenerate the file with: {command} {path.parent}")
