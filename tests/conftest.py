@@ -1,4 +1,4 @@
-"""Fixtures and the rule for tests that need a GPU."""
+"""Fixtures, the rule for tests that need a GPU, and the choice of the smoke tests."""
 
 import zlib
 
@@ -21,8 +21,19 @@ def interpret():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     needy = [item for item in items if item.get_closest_marker("gpu")]
     if needy and (reason := _mosaic.why_not_here()):
         for item in needy:
             item.add_marker(pytest.mark.skip(reason=reason))
+    # smoke: what an op promises, the dispatch, and one case of each kernel
+    seen = set()
+    for item in items:
+        if item.path.parent.name == "ops" or item.path.stem == "test_mechanism":
+            item.add_marker(pytest.mark.smoke)
+        elif item.path.stem == "test_contract" and item.originalname == "test_forward":
+            kernel = item.callspec.params["mechanism"].name, item.callspec.params["kernel"]
+            if kernel not in seen:
+                seen.add(kernel)
+                item.add_marker(pytest.mark.smoke)
