@@ -93,20 +93,16 @@ def check_positive(op: str, **values: Any) -> None:
 
 
 def check_count(op: str, **values: Any) -> None:
-    """Each value must be None or a positive integer.
+    """Each value must be a positive integer.
 
     Raises:
         TypeError: it is no integer; ValueError: it is not positive.
     """
     for name, value in values.items():
-        if value is None:
-            continue
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            raise TypeError(
-                f"{op}: {name} is compiled in and must be a Python integer or None, got {type(value).__name__}"
-            )
+            raise TypeError(f"{op}: {name} is compiled in and must be a Python integer, got {type(value).__name__}")
         if value < 1:
-            raise ValueError(f"{op}: {name} must be positive or None, got {value}")
+            raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
 def upcast(args: Mapping[str, Any], dtype: Any = jnp.float64) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def run(mechanism: Mechanism, args: Args, implementation: str | None, config: An
 
     Raises:
         ValueError: `implementation` is not one of the mechanism's, or `config` was given for the reference.
+        TypeError: `config` is not of the kernel's kind.
         NotImplementedError: the implementation was asked for by name and cannot run these arguments here.
     """
     name = choose(mechanism, args, implementation)
@@ -96,7 +97,13 @@ def run(mechanism: Mechanism, args: Args, implementation: str | None, config: An
             )
         return mechanism.reference(**args)
     kernel = mechanism.kernels[name]
-    config = kernel.default_config(**args) if config is None else config
+    default = kernel.default_config(**args)
+    if not isinstance(config, type(default) | None):
+        raise TypeError(
+            f"{mechanism.name}: config of {name!r} must be a {type(default).__module__}.{type(default).__qualname__}, "
+            f"got {type(config).__name__}"
+        )
+    config = default if config is None else config
     if mechanism.grads:
         return kernel.run(config=config, **args)
     return _without_gradient(mechanism.name, name, kernel, config, args)

@@ -117,7 +117,7 @@ def _why_no_gpu(platform: str) -> str:
     driver = _why_no_driver()
     if driver is not None:
         return f"{start}: {driver}"
-    chosen = jax.config.jax_platforms
+    chosen = _jax_platforms()
     if chosen and not {"cuda", "gpu"} & set(chosen.split(",")):
         return f"{start}: JAX was told so (jax_platforms={chosen!r}); unset JAX_PLATFORMS"
     return f"{start}: JAX could not start CUDA and logged why; {_INSTALL}"
@@ -125,6 +125,10 @@ def _why_no_gpu(platform: str) -> str:
 
 def _nvidia_gpu_visible() -> bool:
     return hardware_utils.has_visible_nvidia_gpu()
+
+
+def _jax_platforms() -> str | None:
+    return jax.config.jax_platforms
 
 
 def _cuda_versions() -> Any:

@@ -70,8 +70,10 @@ class PagedAttention(nnx.Module):
             TypeError: dtype; ValueError: sizes or options that can never be right.
         """
         op = "PagedAttention"
-        _checks.check_count(op, features=features, heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window)
+        _checks.check_count(op, features=features, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         _checks.check_positive(op, scale=scale, softcap=softcap)
+        if window is not None:
+            _checks.check_count(op, window=window)
         if heads % kv_heads:
             raise ValueError(f"{op}: heads must be a multiple of kv_heads, got heads={heads} and kv_heads={kv_heads}")
         _checks.check_dtype(op, "dtype", jax.ShapeDtypeStruct((), dtype), _checks.FLOATS)

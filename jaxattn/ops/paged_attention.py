@@ -156,9 +156,15 @@ def prepare(
             raise ValueError(
                 f"{_OP}: {name} belongs to a {FP8} cache, but the cache is {_checks.dtype_name(k_pages)}; leave it out"
             )
-        if x is not None and _checks.is_array(x) and x.size != 1:
+        if x is None or not _checks.is_array(x):
+            _checks.check_positive(_OP, **{name: x})
+        elif x.size != 1:
             raise ValueError(f"{_OP}: {name} must be one number, got shape {tuple(x.shape)}")
-    _checks.check_positive(_OP, scale=scale, window=window, softcap=softcap)
+        else:
+            _checks.check_dtype(_OP, name, x, _checks.FLOATS)
+    _checks.check_positive(_OP, scale=scale, softcap=softcap)
+    if window is not None:
+        _checks.check_count(_OP, window=window)
     if checked:
         check_paging(page_table, lengths, query_start, tokens=dims["N"], pool=P, page=dims["page"])
     return {

@@ -4,7 +4,6 @@ import functools
 import re
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import jax
@@ -23,11 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 M, H, K, D, PAGE, POOL, WIDTH = 40, 6, 2, 16, 16, 9, 4
 TABLE = np.array([[5, 2, 7, 0], [8, 1, 3, 6]], np.int32)
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 def rotary(x, positions):
