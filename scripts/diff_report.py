@@ -72,7 +72,8 @@ def judge(
         raise UsageError(str(e)) from e
     with _progress(console) as advance:
         results = triangle.run(chosen, loaded, backend, progress=lambda *state: advance("comparing", *state))
-        tested = _mutations(chosen, loaded, advance) if mutations else {"reason": "left out by --no-mutations"}
+        untested = {m.name: "left out by --no-mutations" for m in chosen}
+        tested = _mutations(chosen, loaded, advance) if mutations else schema.mutations([], untested)
     claimed = {capture.name for _, capture in triangle.pair(chosen, loaded)}
     return schema.complete(
         triangle.report(results, loaded, backend),
@@ -101,16 +102,20 @@ def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[.
     """Plant the known faults of every mechanism that has captures, and count what the judge catches."""
     from parity import mutations, triangle
 
-    pairs = triangle.pair(chosen, loaded)
-    judged = {mechanism.name: mechanism for mechanism, _ in pairs}
-    advance("testing the judge", 0, len(judged), "")
+    judged = {mechanism.name: mechanism for mechanism, _ in triangle.pair(chosen, loaded)}
+    untested = {m.name: "no capture of it was loaded" for m in chosen if m.name not in judged}
     mutants = []
-    for i, mechanism in enumerate(judged.values()):
-        advance("testing the judge", i, len(judged), mechanism.name)
+    for i, (name, mechanism) in enumerate(judged.items()):
+        advance("testing the judge", i, len(judged), name)
+        try:
+            mutations.find(name)
+        except ValueError as e:
+            untested[name] = str(e)
+            continue
         mutants += mutations.run([mechanism], loaded)
         mutants += mutations.contract(mechanism)
     advance("testing the judge", len(judged), len(judged), "")
-    return schema.mutations([m.to_json() for m in mutants])
+    return schema.mutations([m.to_json() for m in mutants], untested)
 
 
 def _diff(old: Path, new: Path, step: float, out: Path | None, console: Console) -> int:

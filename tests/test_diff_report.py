@@ -441,6 +441,38 @@ def test_diff_refuses_what_is_no_report(good, tmp_path, capsys, content, message
     assert message in said and str(new) in said
 
 
+def test_mechanism_without_faults_is_a_gap_of_the_judge(judged, tmp_path, capsys, monkeypatch):
+    from parity import mutations
+
+    def none(name):
+        raise ValueError(f"{name} has no faults")
+
+    judged(triangle_of("paged_good"))
+    monkeypatch.setattr(mutations, "find", none)
+    assert diff_report.main(["--out", str(tmp_path)]) == 0
+    assert "no fault planted in paged_attention (paged_attention has no faults)" in capsys.readouterr().out
+    assert "No fault was planted" in Page((tmp_path / "report.html").read_text()).said
+
+
+def test_mutations_can_be_left_out(judged, tmp_path, capsys):
+    judged(triangle_of("paged_good"))
+    diff_report.main(["--out", str(tmp_path), "--no-mutations"])
+    assert (
+        "judge: not tested; no fault planted in paged_attention (left out by --no-mutations)" in capsys.readouterr().out
+    )
+
+
+def test_docs_name_every_field_state_and_option(capsys):
+    docs = (Path(schema.__file__).parents[2] / "docs" / "report.md").read_text()
+    with pytest.raises(SystemExit):
+        diff_report.main(["--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    words = {*schema.FIELDS, *schema.STATUSES, *schema.COMPARISONS, schema.SCHEMA, *options}
+    assert sorted(w for w in words if f"`{w}" not in docs) == []
+    for image in re.findall(r"\((images/[^)]+)\)", docs):
+        assert (Path(schema.__file__).parents[2] / "docs" / image).stat().st_size < 250_000
+
+
 def test_files_stay_short():
     files = [*Path(schema.__file__).parent.glob("*.*"), Path(diff_report.__file__)]
     assert all(len(f.read_text().splitlines()) <= 400 for f in files if f.suffix in (".py", ".js", ".css"))

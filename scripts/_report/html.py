@@ -195,8 +195,12 @@ def _mutations(report: Report) -> Markup:
         "Is the judge to be trusted?",
         "Known faults, planted in outputs that pass, to see whether the rules catch them.",
     )
+    gaps = [
+        el("p", svg.chip("not_run"), f"  {name}: {why}", cls="soft small")
+        for name, why in schema.untested(report).items()
+    ]
     if not mutants:
-        body = el("p", svg.chip("not_run"), f"  {report['mutations'].get('reason', '')}", cls="card soft")
+        body = el("div", el("p", svg.chip("not_run"), "  No fault was planted.", cls="soft"), gaps, cls="card judge")
         return _block(title, said, body, id_="judge")
     places = list(dict.fromkeys(m["planted"] for m in mutants))
     faults: dict[tuple[str, str], dict[str, Any]] = {}
@@ -220,7 +224,7 @@ def _mutations(report: Report) -> Markup:
     unfold = el(
         "details", el("summary", "Every fault, and in how many cases it was caught"), table, open=bool(survived)
     )
-    return _block(title, said, el("div", lead, warn, unfold, cls="card judge"), id_="judge")
+    return _block(title, said, el("div", lead, warn, gaps, unfold, cls="card judge"), id_="judge")
 
 
 _PLACES = {

@@ -34,13 +34,14 @@ def drill_down(report: Report, output: Output, number: int, before: bool, after:
         aria_label="Outputs",
     )
     crumbs = el("div", el("a", "← All results", href="#results-title"), nav, cls="crumbs")
+    failing_first = sorted(output.edges, key=lambda c: output.edges[c]["status"] != "fail")
     return el(
         "article",
         crumbs,
         el("p", el("span", output.mechanism), el("span", output.capture), cls="eyebrow"),
         el("h1", output.label, id=f"title-{number}"),
         _verdict(report, output, f"output-{number}"),
-        [_edge(c, output.edges[c], f"output-{number}.{c}") for c in output.edges],
+        [_edge(c, output.edges[c], f"output-{number}.{c}") for c in failing_first],
         id=f"output-{number}",
         tabindex=-1,
         aria_labelledby=f"title-{number}",
@@ -146,7 +147,9 @@ def _allowed(r: Result) -> Markup:
     """Every check: measured, allowed, a bar of the share, and the factor that would have passed."""
     title = el("h4", "Measured error against what is allowed")
     if not r["allowed"]:
-        said = "Compared bit by bit: nothing but equality is allowed." if r["headroom"] is not None else r["reason"]
+        said = "Compared bit by bit: nothing but equality is allowed."
+        if "error" in r["metrics"]:
+            said = "The failure is not a matter of size: no allowance applies."
         return join(title, el("p", said, cls="soft small"))
     sides: dict[str, list[Markup]] = {}
     for name, check in r["allowed"].items():
@@ -184,7 +187,7 @@ def _factor(check: Mapping[str, Any]) -> str:
     needed, factor = schema.number(check.get("needed")), schema.number(check.get("factor"))
     if needed is None or factor is None:
         return DASH
-    return f"{needed:.2f} of {factor:g}" if math.isfinite(needed) else "no factor"
+    return f"{needed:.3g} of {factor:g}" if math.isfinite(needed) else "no factor"
 
 
 def _ulps(r: Result) -> Markup | None:
@@ -210,10 +213,11 @@ def _heatmaps(r: Result, subject: str, peer: str) -> Markup | None:
         grids[side], axes, block = _grid(table[name], table["axes"], table["block"])
     finite = [v for g in grids.values() for row in g for v in row if math.isfinite(v)]
     top = max(finite, default=0.0)
-    maps = []
+    maps, beyond = [], False
     for side, values in grids.items():
         check = r["allowed"].get(f"{side}.slice") if "truth" in table["unit"] else None
         over = schema.number(check["allowed"]) if check else None
+        beyond |= over is not None and any(not v <= over for row in values for v in row)
         maps.append(
             el(
                 "div",
@@ -221,7 +225,7 @@ def _heatmaps(r: Result, subject: str, peer: str) -> Markup | None:
                 svg.heatmap(values, top, over, axes, block),
             )
         )
-    return el("div", el("div", maps, cls="maps"), svg.scale(top, table["unit"]), cls="part heats")
+    return el("div", el("div", maps, cls="maps"), svg.scale(top, table["unit"], beyond), cls="part heats")
 
 
 def _grid(values: Any, axes: Sequence[str], block: Sequence[int]) -> tuple[list[list[float]], list[str], list[int]]:

@@ -91,12 +91,22 @@ def survivors(report: Report) -> list[Result]:
     return [m for m in report["mutations"].get("mutants", []) if not m["killed"]]
 
 
-def mutations(mutants: list[Result]) -> Result:
-    """The mutation suite's outcome: planted, killed, rate, and each mutant as `parity.mutations` describes it."""
+def mutations(mutants: list[Result], untested: Mapping[str, str] | None = None) -> Result:
+    """The mutation suite's outcome: planted, killed, rate, each mutant as `parity.mutations` describes it.
+
+    Args:
+        mutants: of all mechanisms.
+        untested: mechanism -> why no fault was planted in it.
+    """
     killed = sum(m["killed"] for m in mutants)
     rate = killed / len(mutants) if mutants else None
-    reason = "" if mutants else "no mechanism with captures has planted faults"
-    return {"planted": len(mutants), "killed": killed, "rate": rate, "reason": reason, "mutants": mutants}
+    return {
+        "planted": len(mutants),
+        "killed": killed,
+        "rate": rate,
+        "untested": dict(untested or {}),
+        "mutants": mutants,
+    }
 
 
 def mutant_name(mutant: Result) -> str:
@@ -108,6 +118,11 @@ def kills(report: Report) -> tuple[int, int]:
     """Planted faults that the judge caught, and all that it was shown."""
     found = report["mutations"]
     return found.get("killed", 0), found.get("planted", 0)
+
+
+def untested(report: Report) -> dict[str, str]:
+    """Mechanism -> why no fault was planted in it."""
+    return report["mutations"].get("untested", {})
 
 
 def key(result: Result) -> Key:

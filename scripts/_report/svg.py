@@ -131,11 +131,12 @@ def _base36(n: int) -> str:
     return digits[n // 36] + digits[n % 36]
 
 
-def scale(top: float, unit: str) -> Markup:
-    """Legend of the heatmap's levels."""
+def scale(top: float, unit: str, beyond: bool) -> Markup:
+    """Legend of the heatmap's levels; `beyond` explains the outlines too."""
     steps = [el("rect", cls=f"k{k}", x=k * 20, y=0, width=19.4, height=10) for k in range(LEVELS)]
     drawing = el("svg", steps, viewBox="0 0 160 10", preserveAspectRatio="none", aria_hidden="true")
-    return el("div", "0", drawing, f"{top:.3g}", el("span", unit), el("output", cls="readout"), cls="legend")
+    outline = el("span", "outlined: beyond the allowance", cls="beyond") if beyond else None
+    return el("div", "0", drawing, f"{top:.3g}", el("span", unit), outline, el("output", cls="readout"), cls="legend")
 
 
 def triangle(

@@ -42,10 +42,11 @@ def show(report: Report, console: Console) -> None:
 def judge_line(report: Report) -> str:
     """The mutation suite's kill rate in one line."""
     killed, planted = schema.kills(report)
-    if not planted:
-        return f"judge: not tested ({report['mutations'].get('reason') or 'the mutation suite was not run'})"
     missed = ", ".join(map(schema.mutant_name, schema.survivors(report)))
-    return f"judge: caught {killed} of {planted} planted faults" + (f"; missed {missed}" if missed else "")
+    untested = ", ".join(f"{name} ({why})" for name, why in schema.untested(report).items())
+    parts = [f"caught {killed} of {planted} planted faults" if planted else "not tested"]
+    parts += [f"missed {missed}"] * bool(missed) + [f"no fault planted in {untested}"] * bool(untested)
+    return f"judge: {'; '.join(parts)}"
 
 
 def markdown(report: Report) -> str:
