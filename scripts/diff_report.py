@@ -74,12 +74,13 @@ def judge(
         results = triangle.run(chosen, loaded, backend, progress=lambda *state: advance("comparing", *state))
         untested = {m.name: "left out by --no-mutations" for m in chosen}
         tested = _mutations(chosen, loaded, advance) if mutations else schema.mutations([], untested)
-    claimed = {capture.name for _, capture in triangle.pair(chosen, loaded)}
+    claimed = {capture.name: capture.params for _, capture in triangle.pair(chosen, loaded)}
     return schema.complete(
         triangle.report(results, loaded, backend),
         sentences={key: triangle.blame(edges) for key, edges in triangle.group(results).items()},
         mutations=tested,
         mechanisms=[m.name for m in chosen],
+        cases=claimed,
         unclaimed=[c.name for c in loaded if c.name not in claimed],
     )
 

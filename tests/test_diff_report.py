@@ -99,6 +99,7 @@ def report_of(results, mutants=None, mechanisms=("paged_attention",), unclaimed=
         sentences={k: triangle.blame(v) for k, v in triangle.group(results).items()},
         mutations=schema.mutations([mutant()] if mutants is None else list(mutants)),
         mechanisms=mechanisms,
+        cases={r.case: {"kernel": "triton_unified_attention", "window": 16} for r in results},
         unclaimed=unclaimed,
     )
 
@@ -251,6 +252,7 @@ def test_html_shows_every_output_state_and_repro(mixed):
     for r in mixed["results"]:
         assert r["case"] in said and " ".join(r["repro"].split()) in said and " ".join(r["reason"].split()) in said
     assert "7 of 17 comparisons fail" in said and "4 more were not compared" in said
+    assert "triton_unified_attention" in said and "window 16" in said
     assert "Kill rate 100 %" in said and "not run" in said and "gptq" in said and "not compared: 1" in said
 
 

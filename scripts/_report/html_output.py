@@ -90,8 +90,15 @@ def _verdict(report: Report, output: Output, link: str) -> Markup:
         c: percent(share) if share is not None else "" for c, r in output.edges.items() for share in (schema.used(r),)
     }
     said = el("p", output.said, style="font-size:1.08rem;text-wrap:pretty")
-    sides = el("dl", el("dt", "capture"), el("dd", _side(theirs, ("device", "driver", "date"))),
-               el("dt", "this side"), el("dd", _side(ours, ("device", "git", "date"))), cls="facts")  # fmt: skip
+    params = dict(report["cases"].get(output.case, {}))
+    sides = facts(
+        {
+            "capture": _side(theirs, ("device", "driver", "date")),
+            "captured kernel": params.pop("kernel", "unknown"),
+            "parameters": ", ".join(f"{k} {figure(v)}" for k, v in params.items() if isinstance(v, int | float | str)),
+            "this side": _side(ours, ("device", "git", "date")),
+        }
+    )
     word = el("p", svg.chip(output.status, pill=True), f"  {_blame(output)}" if output.blamed else None)
     return el(
         "div",

@@ -39,6 +39,7 @@ def complete(
     sentences: Mapping[tuple[str, str, str, str], str],
     mutations: Mapping[str, Any],
     mechanisms: Iterable[str],
+    cases: Mapping[str, Mapping[str, Any]],
     unclaimed: Iterable[str] = (),
 ) -> Report:
     """The whole report as JSON values.
@@ -48,6 +49,7 @@ def complete(
         sentences: (mechanism, capture, case, output) -> which side is wrong.
         mutations: outcome of the judge's mutation suite, see `docs/report.md`.
         mechanisms: every mechanism that was asked for, also those without a result.
+        cases: case -> its captured parameters, the kernel that ran among them.
         unclaimed: captured cases that no mechanism answers for.
 
     Raises:
@@ -61,6 +63,7 @@ def complete(
     report = {
         "schema": SCHEMA,
         "provenance": plain(base["provenance"]),
+        "cases": plain(cases),
         "summary": {},
         "results": rows,
         "verdicts": verdicts,
@@ -295,7 +298,13 @@ def coverage(report: Report) -> list[dict[str, Any]]:
 
 def _check(report: Report, where: str) -> None:
     rows = report.get("results")
-    for field, kind in (("results", list), ("verdicts", list), ("mutations", dict), ("coverage", dict)):
+    for field, kind in (
+        ("results", list),
+        ("verdicts", list),
+        ("mutations", dict),
+        ("coverage", dict),
+        ("cases", dict),
+    ):
         if not isinstance(report.get(field), kind):
             raise ReportError(f"{where}: {field!r} must be a {kind.__name__}, found {type(report.get(field)).__name__}")
     seen = set()
