@@ -221,23 +221,23 @@ def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600
     while rest := [n for n in names if n not in done]:
         with tempfile.TemporaryDirectory() as tmp:
             out = Path(tmp) / "out.jsonl"
-            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_TO="")
-            env.pop("MOSAIC_GPU_DUMP_TO")
+            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1")
             command = [sys.executable, "-m", "pallas_kernels._mosaic", program, str(out), *rest]
             try:
                 process = subprocess.run(
                     command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
                 )
-                message = process.stderr.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+                last = process.stderr.strip().splitlines()[-1:]
+                message = "; ".join([f"exit code {process.returncode}", *last])
             except subprocess.TimeoutExpired:
-                message = [f"no result after {timeout_s:.0f} s"]
+                message = f"no result after {timeout_s:.0f} s"
             lines = out.read_text().splitlines() if out.exists() else []
         for line in lines:
             record = json.loads(line)
             done[record["name"]] = Compiled(**(record | {"kernels": tuple(record["kernels"])}))
         crashed = next((n for n in rest if n not in done), None)
         if crashed is not None:
-            done[crashed] = Compiled(crashed, 0.0, (), 0, 0, f"the compiler process died: {message[0]}")
+            done[crashed] = Compiled(crashed, 0.0, (), 0, 0, f"the compiler process died: {message}")
     return [done[n] for n in names]
 
 

@@ -60,7 +60,8 @@ find_device() {
 
 works() { recent "$1/bin/python" && "$1/bin/python" -m pip --version >/dev/null 2>&1; }
 
-pip_install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input "$@"; }
+# Without PYTHONPATH: pip would take what lies there for installed.
+pip_install() { env -u PYTHONPATH "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input "$@"; }
 
 # fill NAME: install into $venv
 fill() {
@@ -80,7 +81,7 @@ fill() {
   if [ "$DEVICE" = cpu ] && [ "$(uname -s)" = Linux ]; then
     pip_install -c "$constraints" --no-deps -r "$compile" || return
   fi
-  "$venv/bin/python" -c 'import flax, jax, jaxattn, pytest'
+  (cd / && env -u PYTHONPATH "$venv/bin/python" -c 'import flax, jax, jaxattn, pytest')
 }
 
 # use_environment NAME: makes or updates .venv (default) or .venv-NAME (cuda12, newest-jax) unless it is complete.

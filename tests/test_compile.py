@@ -131,7 +131,7 @@ def faulty(name):
             scratch_types=[plgpu.SMEM((256, 512), jnp.float32)] if name == "memory" else (),
         )(x)
 
-    return call, (jax.ShapeDtypeStruct((128 * 96 if name == "spills" else 1024,), jnp.float32),)
+    return call, (jax.ShapeDtypeStruct((128 * 112 if name == "spills" else 1024,), jnp.float32),)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def faults():
     [
         ("lowering", "NotImplementedError: Unimplemented primitive in Pallas Mosaic GPU lowering: cumsum"),
         ("memory", "exceeds available shared memory: smem_bytes=524288 > max_smem_bytes=232448"),
-        ("crash", "the compiler process died"),
+        ("crash", "the compiler process died: exit code -6"),
     ],
 )
 def test_report_names_the_error(name, message, faults):

@@ -61,7 +61,7 @@ def test_a_stale_table_is_found_and_mended(copy, capsys):
 
 def test_a_page_without_markers_raises(copy):
     (copy / "README.md").write_text("no table here\n", "utf-8")
-    with pytest.raises(ValueError, match="README.md must hold these two lines once, in this order"):
+    with pytest.raises(ValueError, match=r"README\.md must hold these two lines once, in this order"):
         support_table.main([], copy)
 
 
