@@ -34,6 +34,7 @@ GEMMA2 = "transformers.models.gemma2.modeling_gemma2.eager_attention_forward"
 
 def machine() -> Machine:
     """The torch and the processor at hand."""
+    torch.set_num_threads(1)  # more threads sum in another order
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     return Machine(versions, f"CPU, {torch.backends.cpu.get_cpu_capability()}", "none")
 
