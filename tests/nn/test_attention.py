@@ -315,7 +315,7 @@ def test_gradient_of_every_parameter(rng):
 @pytest.mark.parametrize("dtype", (*DTYPES, "float8_e4m3fn"))
 def test_only_the_batch_s_slots_are_written(rng, dtype):
     layer_dtype = "bfloat16" if dtype == "float8_e4m3fn" else dtype
-    layer, cache = build(rng, layer_dtype), pool(dtype, fill=np.nan)
+    layer, cache = build(rng, layer_dtype), pool(dtype, fill=3.0)
     before = bits(cache.k[...]).copy(), bits(cache.v[...]).copy()
     play(layer, cache, tokens(rng, (18, 2), layer_dtype), [(18, 2)], padding=5)
     written = np.zeros((POOL, PAGE), bool)
@@ -344,13 +344,18 @@ def test_padding_gives_the_output_bias(rng):
 
 
 def test_float8_codes(rng):
-    values = np.concatenate([rng.standard_normal(500) * 30, np.arange(-600, 600, 2.5), [np.nan, np.inf, -np.inf]])
-    values = np.resize(values, (62, K, D)).astype(ml_dtypes.bfloat16)
-    cache = pool("float8_e4m3fn", k_scale=0.37, v_scale=1.9)
+    """Division, saturation and NaN to the bit; halfway values tell a division from a product with the reciprocal."""
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    halfway = (codes[1:] + codes[:-1]) / 2
+    scales = {"k_scale": 0.37, "v_scale": 1.9}
+    values = [rng.standard_normal(700) * 30, np.arange(-900, 900, 2.5), [np.nan, np.inf, -np.inf]]
+    values += [halfway * np.float32(scale) for scale in scales.values()]
+    values = np.resize(np.concatenate(values), (62, K, D)).astype(np.float32)
+    cache = pool("float8_e4m3fn", **scales)
     slots = rng.permutation(POOL * PAGE)[:62].astype(np.int32)
     nnx.jit(PagedKVCache.update)(cache, jnp.asarray(values), jnp.asarray(values), jnp.asarray(slots))
     for pages, scale in ((cache.k, 0.37), (cache.v, 1.9)):
-        scaled = np.clip(values.astype(np.float32) / np.float32(scale), -448, 448)
+        scaled = np.clip(values / np.float32(scale), -448, 448)
         got = np.asarray(pages[...]).reshape(POOL * PAGE, K, D)[slots]
         np.testing.assert_array_equal(bits(got), bits(scaled.astype(ml_dtypes.float8_e4m3fn)))
         assert np.isnan(got.astype(np.float32)).sum() == np.isnan(values).sum() > 0
