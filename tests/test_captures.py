@@ -436,7 +436,7 @@ def test_shipped_captures():
     assert not any(c.provenance["commit"].endswith("-dirty") for c in found)
     assert sum(p.stat().st_size for p in SHIPPED.glob("*.safetensors")) <= 4 * 2**20
     families = {(c.provenance["producer"], c.family) for c in found}
-    assert ("torch", "attention") in families
+    assert families >= {("torch", "attention"), ("vllm", "attention")}
 
 
 def test_shipped_torch_attention_covers_the_edges():
@@ -455,6 +455,28 @@ def test_shipped_torch_attention_covers_the_edges():
         assert c.outputs["lse"].shape == (tokens, heads_of_q)
         assert (c.params["lse_includes_sink"], c.params["lse_layout"]) == (False, "TH")
         assert np.isnan(c.inputs["v"].astype(np.float32)).any(), f"{c.case}: no slot is poisoned"
+
+
+def test_shipped_vllm_attention_covers_the_edges():
+    found = captures.read(SHIPPED / "vllm-attention.safetensors")
+    unified = [c for c in found if c.params["kernel"] == "triton_unified_attention"]
+    flash = [c for c in found if c.params["kernel"] == "flash_attention_3"]
+    assert {1, 4, 6, 7} <= {c.inputs["q"].shape[1] // c.inputs["k"].shape[2] for c in unified}
+    assert {c.inputs["q"].shape[2] for c in unified} == {64, 128, 256}
+    assert {c.inputs["k"].shape[1] for c in unified} == {16, 32, 64, 128}
+    assert {c.inputs["q"].dtype.name for c in unified} == {"bfloat16", "float16", "float32"}
+    assert "float8_e4m3fn" in {c.inputs["k"].dtype.name for c in unified}
+    assert any((np.diff(c.inputs["cu_seqlens_q"]) == 0).any() for c in unified)
+    for name in ("window", "softcap", "causal"):
+        assert {bool(c.params[name]) for c in unified} == {bool(c.params[name]) for c in flash} == {True, False}
+    for c in unified:
+        assert "kernel_unified_attention" in c.params["device_kernels"]
+        assert np.isnan(c.inputs["v"].astype(np.float32)).any(), f"{c.case}: no slot is poisoned"
+    for c in flash:
+        assert any("FlashAttnFwdSm90" in name for name in c.params["device_kernels"])
+        tokens, heads, _ = c.inputs["q"].shape
+        assert c.outputs["lse"].shape == (heads, tokens)
+        assert (c.params["lse_includes_sink"], c.params["lse_layout"]) == ("sinks" in c.inputs, "HT")
 
 
 @pytest.fixture
