@@ -126,5 +126,7 @@ done
 
 printf '\n'
 printf '%s\n' "${results[@]}"
-printf '%s passed, %s failed, %s skipped\n' $passed $failed $skipped
+if [ $((passed + failed + skipped)) -gt 0 ]; then
+  printf '%s passed, %s failed, %s skipped\n' $passed $failed $skipped
+fi
 exit $((failed_parts > 0))
