@@ -158,7 +158,7 @@ def floors(truth: np.ndarray, dtype: Any, slice_rank: int) -> dict[tuple[str, st
     largest = float(finite.max(initial=0))
     out = {("rounding", s): v for s, v in metrics.rounding(truth, dtype, slice_rank).items()}
     out |= {("peak", s): float(ml_dtypes.finfo(dtype).eps) * largest for s in ("rms", "max")}
-    logarithm = 1.5 * float(metrics.ulp(np.float64(largest), np.float32)) + 2 * 2**-22.5
+    logarithm = 1.5 * float(metrics.ulp(np.asarray(largest), np.float32)) + 2 * 2**-22.5
     return out | {("logarithm", "max"): logarithm, ("logarithm", "rms"): logarithm / 2}
 
 

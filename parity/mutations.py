@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxattn import _checks
 from jaxattn._mechanism import Mechanism
-from parity import cases, tolerances, triangle
+from parity import cases, execution, tolerances, triangle
 from parity.judge import judge
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def contract(mechanism: Mechanism) -> list[Mutant]:
         dtypes = {_checks.dtype_name(x) for x in args.values() if _checks.is_array(x) and x.ndim > 1}
         if any(name == "float32" or name.startswith("float8") for name in dtypes):
             host = jax.tree.map(np.asarray, args)
-            truth, same = (triangle.reference(mechanism, args, wide=wide) for wide in (True, False))
+            truth, same = (execution.reference(mechanism, args, wide=wide) for wide in (True, False))
             prepared.append((case.name, host, truth, same))
     for fault in faults.faults:
         mutant = Mutant(mechanism=mechanism.name, fault=fault.name, what=fault.what, planted="contract")

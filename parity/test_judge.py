@@ -70,7 +70,7 @@ def test_a_single_wrong_element_fails(truth):
     wrong[200, 5, 9] += 1
     v = verdict(DEFAULT, truth, wrong, bf16(truth))
     assert not v.passed and v.worst[0]["index"] == [200, 5, 9]
-    assert v.worst[0]["got"] == pytest.approx(v.worst[0]["expected"] + 1, rel=DEFAULT.checks[0].factor / 100)
+    assert v.worst[0]["got"] - v.worst[0]["expected"] > 0.5
 
 
 def test_one_wrong_head_fails_where_each_of_its_rows_would_pass(truth):
@@ -169,16 +169,21 @@ def test_needed_is_the_factor_that_would_pass(truth):
         assert verdict(rule, truth, wrong, bf16(truth)).passed == passes
 
 
+def close(x: float, y: float) -> bool:
+    """Equal up to the order of a few float64 operations."""
+    return abs(x - y) <= tolerances.FLOAT64 * max(1, abs(y))
+
+
 def test_metrics_of_a_hand_made_pair():
     expected = np.array([1, -2, 4, 0], np.float32)
     got = np.array([1, -2.5, 4, 0], np.float32)
     m = metrics.difference(got, expected)
     assert (m["mismatches"], m["elements"], m["finite"]) == (1, 4, 4)
     assert m["abs"]["max"] == 0.5 and m["rel"]["max"] == 0.25 and m["rms"] == 0.25
-    assert m["sqnr_db"] == pytest.approx(10 * np.log10(21 / 0.25))
+    assert close(m["sqnr_db"], 10 * np.log10(21 / 0.25))
     assert m["bias"] == {"mean": -0.125, "fraction_below": 1.0}
-    assert m["cosine_distance"] == pytest.approx(1 - 22 / np.sqrt(21 * 23.25))
-    assert m["similarity_distance"] == pytest.approx(1 - 44 / 44.25)
+    assert close(m["cosine_distance"], 1 - 22 / np.sqrt(21 * 23.25))
+    assert close(m["similarity_distance"], 1 - 44 / 44.25)
     assert m["ulp"] == {"0": 3, "1": 0, "2": 0, "<=4": 0, "<=16": 0, "more": 1}
 
 
@@ -206,8 +211,9 @@ def test_the_expected_rounding_is_that_of_uniform_errors(truth):
     x = truth.ravel()[None]
     measured = metrics.error(bf16(x), x, ("row", "dim"), 1)
     predicted = metrics.rounding(x, ml_dtypes.bfloat16, 1)
-    for name in ("rms", "mean", "slice"):  # 2**18 samples: three digits
-        assert getattr(measured, name) == pytest.approx(predicted[name], rel=DEFAULT.checks[0].factor / 100)
+    scatter = 4 / np.sqrt(x.size)  # of an average over independent samples
+    for name in ("rms", "mean", "slice"):
+        assert abs(getattr(measured, name) / predicted[name] - 1) <= scatter
     assert measured.max <= predicted["max"] and measured.p99 <= predicted["p99"]
 
 

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from jaxattn.registry import MECHANISMS
-from parity import cases, mutations, triangle
+from parity import cases, execution, mutations, triangle
 
 TWINS = [m for m in MECHANISMS if m.captures]
 HIDDEN = {
-    ("lse-1e-4", "reference"): "torch's approximate exponential moves the log-sum-exp by as much",
+    ("lse-1e-4", "reference"): "the approximate exp and tanh of torch and FA3 move the log-sum-exp by as much",
     ("scale-1-percent", "reference"): "eager 16-bit model code rounds scores by as much",
+    ("p-rounded-to-bf16", "reference"): "TF32 products lose as much",
+    ("scores-rounded-to-bf16", "reference"): "TF32 products lose as much",
 }
 """Faults that a capture with explained roundings may hide; other captures must show them."""
 
@@ -60,6 +62,7 @@ def test_the_contract_catches_every_fault_wherever_it_changes_anything(contract_
 
 
 def test_the_twin_without_a_fault_passes_every_comparison(loaded):
+    failures = []
     for mechanism, capture in triangle.pair(TWINS, loaded):
         adapter, run = cases.find(mechanism.name), mutations.find(mechanism.name).twin
         args = jax.tree.map(np.asarray, adapter.arguments(capture))
@@ -70,7 +73,9 @@ def test_the_twin_without_a_fault_passes_every_comparison(loaded):
             yardstick = triangle.yardstick(explained, name)
             for comparison in triangle.COMPARISONS:
                 verdict = triangle.edge(adapter.outputs[name], comparison, truth[name], sides, yardstick)
-                assert verdict.passed, f"{capture.name} {name} {comparison}: {verdict.reason}"
+                if not verdict.passed:
+                    failures.append(f"{capture.name} {name} {comparison}: {verdict.reason}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("mechanism", TWINS, ids=lambda m: m.name)
@@ -78,7 +83,7 @@ def test_the_twin_agrees_with_the_reference_on_its_own_cases(mechanism):
     adapter, run = cases.find(mechanism.name), mutations.find(mechanism.name).twin
     for case in mechanism.cases[:3]:
         args = case.make(np.random.default_rng(0))
-        truth, same = (triangle.reference(mechanism, args, wide=wide) for wide in (True, False))
+        truth, same = (execution.reference(mechanism, args, wide=wide) for wide in (True, False))
         twin = run(jax.tree.map(np.asarray, args), False)
         for name, x in twin.items():
             sides = {"reference": same[name], "kernel": x}

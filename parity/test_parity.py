@@ -1,9 +1,8 @@
 """Every capture against our reference and kernels, one test per output and edge of the triangle."""
 
+import ast
 import functools
-import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,13 +13,7 @@ from parity.captures import Capture
 from parity.triangle import Result
 
 _SUITES = ("parity", "tests", "scripts", "jaxattn", "pallas_kernels")
-_LITERAL = re.compile(
-    r"\b(?:atol|rtol|abs_tol|rel_tol)\s*=\s*[\d.]"
-    r"|\bassert_(?:allclose|almost_equal|array_almost_equal)\w*\([^)]*,\s*\d+(?:\.\d*)?e-\d+"
-    r"|\bpytest\.approx\([^)]*\b(?:abs|rel)\s*=\s*[\d.]"
-    r"|\babs\([^<>\n]*\)\S*\s*<=?\s*\d+(?:\.\d*)?e-\d+"
-    r"|\.max\(\)\s*<=?\s*\d+(?:\.\d*)?e-\d+"
-)
+_SIZES = {"abs", "absolute", "max", "amax", "mean", "norm", "fabs"}
 
 
 @pytest.fixture(scope="session")
@@ -133,32 +126,44 @@ def _result(comparison: str, status: str) -> Result:
     )
 
 
+# ---------------------------------------------------------------- tolerances stand in one table
+def literal_bounds(module: ast.Module) -> Iterator[int]:
+    """Lines that compare a size (abs, max, norm, ...) with a fractional number: tolerances in disguise.
+
+    `tests/test_layout.py` finds those that are passed to a function.
+    """
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Compare) or len(node.ops) > 1 or isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            continue
+        sides = [node.left, *node.comparators]
+        bound = any(isinstance(x, ast.Constant) and isinstance(x.value, float) and 0 < x.value < 1 for x in sides)
+        calls = [c.func for side in sides for c in ast.walk(side) if isinstance(c, ast.Call)]
+        if bound and any(getattr(f, "attr", getattr(f, "id", "")) in _SIZES for f in calls):
+            yield node.lineno
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("np.testing.assert_allclose(a, b, rtol=1e-3)", True),
-        ("np.testing.assert_allclose(a, b, 1e-3)", True),
         ("assert abs(a - b) < 1e-6", True),
         ("assert np.abs(a - b).max() <= 2e-3", True),
-        ("assert x == pytest.approx(y, rel=0.1)", True),
-        ("np.testing.assert_allclose(a, b, rtol=rule.factor)", False),
-        ("np.testing.assert_array_equal(a, b)", False),
-        ("if abs(x) < limit:", False),
+        ("assert 1e-3 > jnp.max(x)", True),
+        ("ok = np.linalg.norm(a - b) / np.linalg.norm(b) < 0.01", True),
+        ("assert abs(a - b) < rule.factor * eps", False),
+        ("assert abs(a - b) < 3", False),
+        ("assert seconds < 0.5", False),
     ],
 )
-def test_literal_tolerances_are_recognised(line, found):
-    assert bool(_LITERAL.search(line)) == found
+def test_tolerances_in_disguise_are_recognised(line, found):
+    assert bool(list(literal_bounds(ast.parse(line)))) == found
 
 
 def test_no_literal_tolerance_outside_the_table():
-    root = Path(triangle.ROOT)
-    own = {root / "parity" / "tolerances.py", Path(__file__)}
+    paths = [path for suite in _SUITES for path in sorted((triangle.ROOT / suite).rglob("*.py"))]
     lines = [
-        f"{path.relative_to(root)}:{number}: {line.strip()}"
-        for suite in _SUITES
-        for path in sorted((root / suite).rglob("*.py"))
-        if path not in own
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if _LITERAL.search(line)
+        f"{path.relative_to(triangle.ROOT)}:{line}"
+        for path in paths
+        if path.name != "tolerances.py"
+        for line in literal_bounds(ast.parse(path.read_text("utf-8")))
     ]
-    assert not lines, "tolerances belong in parity/tolerances.py:\n" + "\n".join(lines)
+    assert not lines, f"tolerances belong in parity/tolerances.py, not in {', '.join(lines)}"

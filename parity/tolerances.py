@@ -130,6 +130,10 @@ CONTRACT_LSE = Rule(
 
 RULES = {rule.name: rule for rule in (DEFAULT, EXACT, LSE, CONTRACT, CONTRACT_LSE)}
 
+FLOAT64 = 16 * 2.0**-52
+"""Relative difference of two float64 computations of one number in another order: sixteen roundings, for tests of the
+metrics themselves."""
+
 SHARED_ERROR = 0.5
 """Two outputs share one deviation from the truth if they lie closer to each other than half the smaller of their own
 errors; independent errors of equal size would put them sqrt(2) errors apart. Diagnosis only: no verdict uses it."""

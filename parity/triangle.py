@@ -5,27 +5,26 @@
 A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B say which side to blame.
 """
 
+import dataclasses
 import datetime
 import fnmatch
 import os
 import platform
 import shlex
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import ml_dtypes
 import numpy as np
 
-from jaxattn import _checks
-from jaxattn._mechanism import Kernel, Mechanism
+from jaxattn._mechanism import Mechanism
 from pallas_kernels import _mosaic
-from parity import cases, judge, tolerances
+from parity import cases, execution, judge, tolerances
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -34,7 +33,7 @@ SCHEMA = 1
 """Version of the report's layout; raise it when a key changes its meaning."""
 COMPARISONS = ("capture_vs_reference", "reference_vs_kernel", "capture_vs_kernel")
 BACKENDS = ("auto", "reference", "interpret", "gpu")
-STATUSES = ("pass", "fail", "skipped", "not_run")
+STATUSES: tuple[str, ...] = ("pass", "fail", "skipped", "not_run")
 ROOT = Path(__file__).resolve().parent.parent
 
 type Progress = Callable[[int, int, str], None]
@@ -136,17 +135,6 @@ def pair(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list
     return [(m, c) for m in mechanisms for c in captures if any(fnmatch.fnmatchcase(c.name, p) for p in m.captures)]
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """What became of the kernel: outputs, or why there are none."""
-
-    outputs: Arrays | None
-    status: str = "pass"
-    reason: str = ""
-    name: str | None = None
-    time_us: float | None = None
-
-
 def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Result]:
     """The triangle of one case: three results per captured output; exceptions become failed results."""
     try:
@@ -156,8 +144,8 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
         if unknown:
             raise ValueError(f"{capture.name} holds outputs that the adapter does not know: {', '.join(unknown)}")
         args = adapter.arguments(capture)
-        truth = adapter.convention(capture, reference(mechanism, args, wide=True))
-        same = adapter.convention(capture, reference(mechanism, args))
+        truth = adapter.convention(capture, execution.reference(mechanism, args, wide=True))
+        same = adapter.convention(capture, execution.reference(mechanism, args))
         explained = adapter.explain(capture, args)
     except Exception as e:
         return [
@@ -165,9 +153,9 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
             for output in capture.outputs
             for comparison in COMPARISONS
         ]
-    kernel = _run_kernel(mechanism, args, backend)
+    kernel = execution.run_kernel(mechanism, args, backend)
     if kernel.outputs is not None:
-        kernel = _Kernel(adapter.convention(capture, kernel.outputs), name=kernel.name, time_us=kernel.time_us)
+        kernel = dataclasses.replace(kernel, outputs=adapter.convention(capture, kernel.outputs))
     results = []
     for name in expected:
         sides = {"capture": expected[name], "reference": same[name]}
@@ -247,73 +235,6 @@ def yardstick(explained: cases.Explained | None, output: str) -> judge.Yardstick
     return judge.Yardstick("its known roundings", explained.rounded[output], explained.wide[output])
 
 
-def reference(mechanism: Mechanism, args: dict[str, Any], wide: bool = False) -> Arrays:
-    """Outputs of the mechanism's reference through its front door; `wide` gives the float64 truth."""
-    if wide:
-        with jax.enable_x64(True):
-            return call(mechanism, _checks.upcast(args), "reference")
-    return call(mechanism, args, "reference")
-
-
-def call(mechanism: Mechanism, args: dict[str, Any], implementation: str | None) -> Arrays:
-    """The op under jit, as numpy arrays by output name."""
-    arrays = {k: v for k, v in args.items() if _checks.is_array(v)}
-    static = {k: v for k, v in args.items() if k not in arrays}
-    out = jax.jit(lambda arrays: mechanism.op(**arrays, **static, implementation=implementation))(arrays)
-    out = out if isinstance(out, tuple) else (out,)
-    names = mechanism.outputs(**mechanism.prepare(**args))
-    return {name: np.asarray(x) for name, x in zip(names, out, strict=True)}
-
-
-def supported(mechanism: Mechanism, args: dict[str, Any]) -> tuple[str | None, str]:
-    """The first kernel that supports these arguments, or None and the sentence of the preferred one."""
-    prepared = mechanism.prepare(**args)
-    reasons: dict[str, str | None] = {name: _why_not(k, prepared) for name, k in mechanism.kernels.items()}
-    for name, reason in reasons.items():
-        if reason is None:
-            return name, ""
-    return None, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is no kernel"
-
-
-def _why_not(kernel: Kernel, prepared: dict[str, Any]) -> str | None:
-    return kernel.why_not(**prepared) or kernel.why_not_here()
-
-
-def _run_kernel(mechanism: Mechanism, args: dict[str, Any], backend: str) -> _Kernel:
-    if backend == "reference":
-        return _Kernel(None, "not_run", "backend 'reference' runs no kernel")
-    try:
-        if backend == "interpret":
-            with _mosaic.interpret():
-                name, reason = supported(mechanism, args)
-                return (
-                    _Kernel(None, "skipped", reason)
-                    if name is None
-                    else _Kernel(call(mechanism, args, name), name=name)
-                )
-        name, reason = supported(mechanism, args)
-        if name is None:
-            return _Kernel(None, "skipped", reason)
-        outputs = call(mechanism, args, name)
-        return _Kernel(outputs, name=name, time_us=_time_us(mechanism, args, name))
-    except Exception as e:
-        return _Kernel(None, "fail", _message("the kernel raised", e))
-
-
-def _time_us(mechanism: Mechanism, args: dict[str, Any], name: str) -> float:
-    """Best wall time of one call after warm-up; for orientation, the benchmark script measures properly."""
-    arrays = {k: jax.device_put(v) for k, v in args.items() if _checks.is_array(v)}
-    static = {k: v for k, v in args.items() if k not in arrays}
-    fn = jax.jit(lambda arrays: mechanism.op(**arrays, **static, implementation=name))
-    jax.block_until_ready(fn(arrays))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(fn(arrays))
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
-
-
 # ---------------------------------------------------------------- results without a judge
 def _base(mechanism: Mechanism, capture: "Capture", backend: str, output: str, comparison: str) -> dict[str, Any]:
     return {
@@ -335,11 +256,7 @@ def _without_verdict(base: dict[str, Any], status: str, reason: str, kernel: str
 
 def _failed(mechanism, capture, backend, output, comparison, error: Exception) -> Result:
     base = _base(mechanism, capture, backend, output, comparison)
-    return _without_verdict(base, "fail", _message("the comparison raised", error), None)
-
-
-def _message(what: str, error: Exception) -> str:
-    return f"{what} {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    return _without_verdict(base, "fail", execution.message("the comparison raised", error), None)
 
 
 def source(capture: "Capture") -> str:
@@ -365,7 +282,7 @@ def repro(capture: "Capture", output: str, comparison: str, backend: str) -> str
 # ---------------------------------------------------------------- the whole report
 def summary(results: Iterable[Result]) -> dict[str, int]:
     """How many results have each status."""
-    counts = dict.fromkeys(STATUSES, 0)
+    counts: dict[str, int] = dict.fromkeys(STATUSES, 0)
     for r in results:
         counts[r.status] += 1
     return counts
@@ -376,7 +293,7 @@ def provenance(backend: str) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ import pytest
 from jaxattn import _checks, _mechanism
 from jaxattn.registry import MECHANISMS
 from pallas_kernels import _mosaic
-from parity import cases, triangle
+from parity import cases, execution, triangle
 
 CASES = [
     pytest.param(m, case, kernel, id=f"{m.name}-{case.name}-{kernel}")
@@ -87,8 +87,8 @@ def test_forward(mechanism, case, kernel, rng):
     args = case.make(rng)
     with here():
         supported(mechanism, kernel, args)
-        got = triangle.call(mechanism, args, kernel)
-    truth, same = (triangle.reference(mechanism, args, wide=wide) for wide in (True, False))
+        got = execution.call(mechanism, args, kernel)
+    truth, same = (execution.reference(mechanism, args, wide=wide) for wide in (True, False))
     arrays, static = split(args)
     with here():
         shapes = jax.eval_shape(lambda a: mechanism.op(**a, **static, implementation=kernel), arrays)
@@ -141,7 +141,7 @@ def test_empty_batches(mechanism, how):
                 ):
                     mechanism.op(**args, implementation=implementation)
                 continue
-            for name, x in triangle.call(mechanism, args, implementation).items():
+            for name, x in execution.call(mechanism, args, implementation).items():
                 assert (x == (-np.inf if name == "lse" else 0)).all(), f"{implementation}: {name}"
 
 

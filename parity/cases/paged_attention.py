@@ -73,38 +73,45 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
     """Our outputs as the capture counts them: with `lse_includes_sink`, exp(sink) joins the log-sum-exp."""
     if "lse" not in outputs or not capture.params.get("lse_includes_sink") or "sinks" not in capture.inputs:
         return outputs
-    lse = outputs["lse"]
-    sinks = capture.inputs["sinks"].astype(np.float64)
-    return outputs | {"lse": np.logaddexp(lse.astype(np.float64), sinks).astype(lse.dtype)}
+    lse, sinks = outputs["lse"], capture.inputs["sinks"].astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN stays one, for the judge
+        return outputs | {"lse": np.logaddexp(lse.astype(np.float64), sinks).astype(lse.dtype)}
 
 
 def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
-    """What eager model code and torch's fused CPU kernel do to 16-bit inputs that kernels on a GPU do not."""
+    """What other people's attention rounds more coarsely than the op."""
     kernel, dtype = str(capture.params.get("kernel", "")), capture.inputs["q"].dtype
-    if dtype.itemsize != 2:
-        return None
     host = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in args.items()}
-    eager = kernel.endswith("eager_attention_forward")
-    if eager and "gpt_oss" in kernel:
+    wide, half = twin.run(host, True), dtype.itemsize == 2
+    if kernel == _GPT_OSS and half:
         host["sinks"] = host["sinks"].astype(dtype)
         switches = twin.Switches(round_scores=dtype, round_shifted=dtype, early_division=True)
-        output, note = "o", f"scores, their shift by the maximum and the probabilities are rounded: {_GPT_OSS}"
-    elif eager and "gemma2" in kernel:
+        output, note = "o", f"scores, their shift by the maximum and the probabilities are rounded: {_MODELS}"
+    elif kernel == _GEMMA2 and half:
         switches = twin.Switches(round_scores=dtype, early_division=True)
-        output, note = "o", f"scores are rounded after each step, and so are the probabilities: {_GEMMA2}"
-    elif kernel.endswith("_scaled_dot_product_flash_attention_for_cpu"):
+        output, note = "o", f"scores are rounded after each step, and so are the probabilities: {_MODELS}"
+    elif kernel == _TORCH_CPU and half:
         switches = twin.Switches(exp=twin.vector_exp)
-        output, note = "lse", f"whole vectors of keys go through an approximate exponential: {_TORCH}"
+        output, note = "lse", f"whole vectors of keys go through an approximate exponential: {_TORCH_SOURCE}"
+    elif kernel == "flash_attention_3" and args["softcap"]:
+        switches = twin.Switches(round_tanh=np.float16)  # eleven bits, the documented error of tanh.approx.f32
+        output, note = "lse", f"the soft cap takes the hardware's approximate tanh: {_FA3_SOURCE}"
+    elif kernel == "triton_unified_attention" and dtype == np.float32:
+        switches = twin.Switches(operand=twin.tf32)
+        output, note = "o", f"products are TF32, Triton's default for float32: {_TRITON_DOT}"
     else:
         return None
-    rounded, wide = twin.run(host, False, switches), twin.run(host, True)
+    rounded = twin.run(host, False, switches)
     return Explained(note=note, rounded={output: rounded[output]}, wide={output: wide[output]})
 
 
-_MODELS = "https://github.com/huggingface/transformers/blob/main/src/transformers/models"
-_GPT_OSS = f"{_MODELS}/gpt_oss/modeling_gpt_oss.py (eager_attention_forward)"
-_GEMMA2 = f"{_MODELS}/gemma2/modeling_gemma2.py (eager_attention_forward)"
-_TORCH = "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp"
+_GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward"
+_GEMMA2 = "transformers.models.gemma2.modeling_gemma2.eager_attention_forward"
+_TORCH_CPU = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+_MODELS = "https://github.com/huggingface/transformers/tree/main/src/transformers/models (eager_attention_forward)"
+_TORCH_SOURCE = "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp"
+_FA3_SOURCE = "https://github.com/Dao-AILab/flash-attention/blob/main/hopper/utils.h (apply_softcap)"
+_TRITON_DOT = "https://triton-lang.org/main/python-api/generated/triton.language.dot.html"
 
 ADAPTER = Adapter(
     arguments=arguments,

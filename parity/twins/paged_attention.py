@@ -18,8 +18,12 @@ class Switches:
     """Dtype to which each step from q.k to the capped score is rounded."""
     round_shifted: Any = None
     """Dtype to which scores are rounded after the maximum is subtracted."""
+    round_tanh: Any = None
+    """Dtype to whose precision the soft cap's tanh is computed."""
     round_p: Any = None
     """Dtype of P, None = that of q."""
+    operand: Callable[[np.ndarray], np.ndarray] | None = None
+    """What matrix products make of each operand (float32)."""
     early_division: bool = False
     """P is divided by its sum before it is rounded."""
     exp: Callable[[np.ndarray], np.ndarray] = np.exp
@@ -90,16 +94,19 @@ def _softmax(args: Args, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.n
     (T, K, G, D), work = q.shape, q.dtype
     scale, cap, sinks = args.get("scale") or D**-0.5, args.get("softcap"), args.get("sinks")
 
+    def product(pattern: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.einsum(pattern, x, y) if on.operand is None else np.einsum(pattern, on.operand(x), on.operand(y))
+
     def rounded(x: np.ndarray, to: Any) -> np.ndarray:
         return x if to is None else x.astype(to).astype(work)
 
     def capped(s: np.ndarray) -> np.ndarray:
         if cap is None:
             return s
-        t = rounded(np.tanh(rounded(s / work.type(cap), on.round_scores)), on.round_scores)
+        t = rounded(np.tanh(rounded(s / work.type(cap), on.round_scores)), on.round_tanh or on.round_scores)
         return rounded(t * work.type(cap), on.round_scores)
 
-    s = rounded(np.einsum("tkgd,skd->tkgs", q, k), on.round_scores)
+    s = rounded(product("tkgd,skd->tkgs", q, k), on.round_scores)
     s = rounded(s * work.type(scale), on.round_scores)
     hidden = ~seen[:, None, None]
     s = capped(np.where(hidden, -np.inf, s)) if on.late_softcap else np.where(hidden, -np.inf, capped(s))
@@ -111,7 +118,7 @@ def _softmax(args: Args, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.n
         e = on.exp(rounded(s - safe[..., None], on.round_shifted))
         total = (e.sum(-1) + on.exp(rounded(sink - safe, on.round_shifted)))[..., None]
         p = rounded(e / total if on.early_division else e, dtype if on.round_p is None else on.round_p)
-        o = np.einsum("tkgs,skd->tkgd", p, v) / (1 if on.early_division else total)
+        o = product("tkgs,skd->tkgd", p, v) / (1 if on.early_division else total)
         o = np.where((np.isfinite(own) & (sink < np.inf))[..., None], o, 0)
         base = np.where(np.isfinite(own), own, 0)
         lse = np.log(on.exp(s - base[..., None]).sum(-1)) + base
@@ -130,3 +137,8 @@ def vector_exp(x: np.ndarray) -> np.ndarray:
     fast = (np.exp2(np.floor(z)) * (1 + f - cubic)).astype(x.dtype)
     vectors = x.shape[-1] // 16 * 16
     return np.concatenate([fast[..., :vectors], np.exp(x[..., vectors:])], axis=-1)
+
+
+def tf32(x: np.ndarray) -> np.ndarray:
+    """Float32 as a tensor core reads it in a TF32 product: the lower 13 bits are cut off."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
