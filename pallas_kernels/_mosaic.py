@@ -33,6 +33,17 @@ _INSTALL = "install jaxattn[cuda13] (or [cuda12])"
 _NEED = "needs an sm_90a GPU (H100, H200)"
 
 
+# ---------------------------------------------------------------- names that jax's type stubs hide
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+"""Accumulator of wgmma."""
+
+
+def swizzled(span_bytes: int, *, bytes_per_value: int) -> tuple[Any, ...]:
+    """Transforms of a wgmma operand in shared memory: tiles of 8 rows by one swizzle span of 32, 64 or 128 bytes."""
+    tiling = plgpu.TilingTransform((8, span_bytes // bytes_per_value))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(span_bytes)  # pyright: ignore[reportAbstractUsage]
+
+
 # ---------------------------------------------------------------- interpreting
 @contextlib.contextmanager
 def interpret(*, detect_races: bool = True) -> Iterator[None]:
