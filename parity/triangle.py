@@ -275,7 +275,9 @@ def repro(capture: "Capture", output: str, comparison: str, backend: str) -> str
     line = ["python", "-m", "pytest", node, "--backend", backend]
     directory = capture.path.resolve().parent
     if directory != ROOT / "parity" / "data":
-        line += ["--captures", os.path.relpath(directory, ROOT)]
+        line.append(
+            f"--captures={os.path.relpath(directory, ROOT)}"
+        )  # in two words pytest would look for its root there
     return shlex.join(line)
 
 
