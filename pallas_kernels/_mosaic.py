@@ -154,14 +154,16 @@ def _why_no_compiler() -> str | None:
 
 def find_ptxas() -> Path | None:
     """Where ptxas is: JAX's CUDA directory or the usual one, the CUDA wheels beside JAX, or PATH."""
-    roots = [Path(cuda_path or "/usr/local/cuda")]
-    for entry in sys.path:
-        roots += [Path(entry) / "nvidia" / d for d in ("cu13", "cuda_nvcc")]
-    for root in roots:
+    for root in (Path(cuda_path or "/usr/local/cuda"), *_cuda_wheels()):
         if (root / "bin" / "ptxas").exists():
             return root / "bin" / "ptxas"
     found = shutil.which("ptxas")
     return Path(found) if found else None
+
+
+def _cuda_wheels() -> list[Path]:
+    """Where CUDA 13's and CUDA 12's compiler packages may lie."""
+    return [Path(entry) / "nvidia" / name for entry in sys.path for name in ("cu13", "cuda_nvcc")]
 
 
 def _why_no_driver() -> str | None:
@@ -232,7 +234,7 @@ def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600
     while rest := [n for n in names if n not in done]:
         with tempfile.TemporaryDirectory() as tmp:
             out = Path(tmp) / "out.jsonl"
-            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1")
+            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", **_installed_compiler())
             command = [sys.executable, "-m", "pallas_kernels._mosaic", program, str(out), *rest]
             try:
                 process = subprocess.run(
@@ -250,6 +252,14 @@ def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600
         if crashed is not None:
             done[crashed] = Compiled(crashed, 0.0, (), 0, 0, f"the compiler process died: {message}")
     return [done[n] for n in names]
+
+
+def _installed_compiler() -> dict[str, str]:
+    """The variable that makes XLA take the packages' ptxas, of a known version, before the machine's."""
+    root = next((root for root in _cuda_wheels() if (root / "bin" / "ptxas").exists()), None)
+    if root is None:
+        return {}
+    return {"PATH": os.pathsep.join([str(root / "bin"), *os.get_exec_path()])}
 
 
 def _processor_seconds() -> float:
