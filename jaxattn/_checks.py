@@ -105,6 +105,21 @@ def check_count(op: str, **values: Any) -> None:
             raise ValueError(f"{op}: {name} must be at least 1, got {value}")
 
 
+def number(op: str, name: str, x: Any) -> Any:
+    """`x` as an array of one number (float32 if it is a Python number), or None.
+
+    Raises:
+        ValueError: it has another size.
+    """
+    if x is None:
+        return None
+    if not is_array(x):
+        return jnp.float32(x)
+    if math.prod(x.shape) != 1:
+        raise ValueError(f"{op}: {name} must be one number, got shape {tuple(x.shape)}")
+    return x
+
+
 def upcast(args: Mapping[str, Any], dtype: Any = jnp.float64) -> dict[str, Any]:
     """The same arguments with every floating array in `dtype` (fp8 codes included): input of the truth.
 
