@@ -4,9 +4,23 @@ from collections.abc import Callable
 
 from jaxattn import _mechanism
 from jaxattn._mechanism import Explanation, Mechanism
-from jaxattn.ops import paged_attention
+from jaxattn.ops import (
+    cache_write,
+    combine_partials,
+    merge_states,
+    paged_attention,
+    softmax_scale,
+    window_cache,
+)
 
-MECHANISMS: tuple[Mechanism, ...] = (paged_attention.MECHANISM,)
+MECHANISMS: tuple[Mechanism, ...] = (
+    paged_attention.MECHANISM,
+    cache_write.MECHANISM,
+    merge_states.MECHANISM,
+    combine_partials.MECHANISM,
+    window_cache.MECHANISM,
+    softmax_scale.MECHANISM,
+)
 
 
 def find(mechanism: str | Mechanism | Callable) -> Mechanism:

@@ -77,6 +77,25 @@ def interpreting() -> bool:
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
+# ---------------------------------------------------------------- device code
+def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
+    """`x / y` in float32, rounded to nearest even; inside a kernel, both in `layout`.
+
+    A plain `/` compiles to `div.full`, which is off by up to two units in the last place: enough to move a value across
+    the border between two codes.
+    """
+    if interpreting():
+        return x / y
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    def div_rn(context, a, b):
+        del context
+        return a._pointwise(a._lift_fast_instr("div.rn.f32"), b)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
+    return inline(div_rn)(plgpu.layout_cast(x, layout), plgpu.layout_cast(y, layout))
+
+
 # ---------------------------------------------------------------- device facts
 def why_not_here() -> str | None:
     """None if Mosaic kernels can run in this process (GPU, interpreted, or being compiled for one), else why not."""
@@ -203,7 +222,7 @@ class Compiled:
     error: str | None = None
 
 
-def compile_h200(fn: Callable, *args: Any):
+def compile_h200(fn: Callable, *args: Any, donate: Sequence[int] = ()):
     """`fn` compiled to sm_90a machine code, in this process; `args` are arrays or `jax.ShapeDtypeStruct`.
 
     Needs the CUDA plugin, ptxas and libdevice, but no GPU; raises the compiler's error. A broken kernel can abort the
@@ -216,7 +235,7 @@ def compile_h200(fn: Callable, *args: Any):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(fn).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+        return jax.jit(fn, donate_argnums=tuple(donate)).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
 
 def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600) -> list[Compiled]:

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mosaic
+
 _WARPS, _LANES = 4, 32
 _TMA_BOX = 256
 """Largest extent of one TMA copy in each dimension."""
@@ -87,7 +89,7 @@ def choices(D: int, vec: int, most: int = _ELEMENTS) -> tuple[int, ...]:
 
 def default_rows(N: int, D: int, vec: int, sms: int, most: int = _ELEMENTS) -> int:
     """The largest tile that leaves each of `sms` multiprocessors four tiles, else the smallest."""
-    legal = [r for r in choices(D, vec, most) if N >= 4 * sms * r]
+    legal = [r for r in choices(D, vec, most) if 4 * sms * r <= N]
     return legal[-1] if legal else smallest(D, vec)
 
 
@@ -134,6 +136,10 @@ class Tile:
 
         pl.run_scoped(put, plgpu.SMEM((self.rows, *ref.shape[1:]), ref.dtype))
 
+    def divide(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """`x / y` of float32 [rows], correctly rounded."""
+        return _mosaic.divide(x, y, layout(self.D, self.vec).reduce(1))
+
     def spread(self, x: jax.Array) -> jax.Array:
         """[rows] -> [rows, D]."""
         return lax.broadcast_in_dim(x, (self.rows, self.D), [0])
@@ -168,6 +174,7 @@ def launch(
     tiles = full + bool(whole) + bool(sliver)
     if not tiles:
         return [jnp.zeros(t.shape, t.dtype) for t in out_type]
+
     def body(*refs):
         i = lax.axis_index("tile")
 

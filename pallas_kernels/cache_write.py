@@ -6,7 +6,7 @@ references, and a caller that donates them pays for no copy.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _rows
+from pallas_kernels import _mosaic, _rows
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _FP8_MAX, _INT8_MAX = 448.0, 127.0
@@ -51,8 +51,8 @@ def why_not(*, key, value, k_pages, mode, **_) -> str | None:
                 return f"a token's {name}s must be a multiple of {_THREADS} numbers, got K={K} heads of {D}"
         elif not _heads_as_rows(K, D, key.dtype) and D % _THREADS:
             return (
-                f"one scale a head needs head dim {_THREADS}n or a multiple of {_rows.smallest(D, _rows.vector(dtype))} "
-                f"heads, got {name} with K={K} heads of {D}"
+                f"one scale a head needs a head dim of {_THREADS}n or a multiple of "
+                f"{_rows.smallest(D, _rows.vector(dtype))} heads, got {name} with K={K} heads of {D}"
             )
     return None
 
@@ -71,21 +71,37 @@ def cache_write(
     *, config: Config, key, value, k_pages, v_pages, slots, k_scale, v_scale, k_scale_pages, v_scale_pages, mode
 ):
     """Launch; arguments as prepared by `jaxattn.ops.cache_write`."""
-    T = key.shape[0]
-    caches = [x for x in (k_pages, v_pages, k_scale_pages, v_scale_pages) if x is not None]
-    if T == 0:
-        return tuple(caches)
-    S = k_pages.shape[0] * k_pages.shape[1]
-    per_head = mode.endswith("token_head")
-    flat = [x if per_head else x.reshape(T, -1) for x in (key, value)]
-    inputs = [*flat, slots]
-    if mode == "fp8":
-        inputs += [x.astype(jnp.float32).reshape(1) for x in (k_scale, v_scale)]
-    refs = [jax.new_ref(x.reshape(S, *x.shape[2:]) if per_head else x.reshape(S, -1)) for x in caches]
+    caches = tuple(x for x in (k_pages, v_pages, k_scale_pages, v_scale_pages) if x is not None)
+    scales = tuple(x.astype(jnp.float32).reshape(1) for x in (k_scale, v_scale)) if mode == "fp8" else ()
+    if not key.shape[0]:
+        return caches
+
+    @jax.custom_batching.custom_vmap
+    def write(caches, new, slots, scales):
+        return _launch(config, caches, new, slots, scales, per_head=mode.endswith("token_head"))
+
+    @write.def_vmap
+    def _(size, batched, *args):
+        args = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), args, tuple(batched))
+        S = args[0][0].shape[1] * args[0][0].shape[2]
+        caches, new, slots, scales = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), args)
+        shift = jnp.repeat(jnp.arange(size, dtype=slots.dtype) * S, slots.shape[0] // size)
+        slots = jnp.where((slots >= 0) & (slots < S), slots + shift, -1)
+        out = write(caches, new, slots, scales)
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
+
+    return write(caches, (key, value), slots, scales)
+
+
+def _launch(config: Config, caches, new, slots, scales, *, per_head: bool) -> tuple[jax.Array, ...]:
+    """Write T tokens; `scales` are [G], each for T / G tokens in turn."""
+    T, S = slots.shape[0], caches[0].shape[0] * caches[0].shape[1]
+    slotted = [x.reshape(S, *x.shape[2:]) if per_head else x.reshape(S, -1) for x in caches]
+    new = [x if per_head else x.reshape(T, -1) for x in new]
 
     def body(*refs):
         pages, scale_pages, inputs = refs[:2], refs[2 : len(caches)], refs[len(caches) :]
-        new, slots_ref, scales = inputs[:2], inputs[2], inputs[3:]
+        new_refs, slots_ref, scale_refs = inputs[:2], inputs[2], inputs[3:]
         first = lax.axis_index("block") * config.tokens
 
         def token(t):
@@ -94,34 +110,39 @@ def cache_write(
             @pl.when((slot >= 0) & (slot < S))
             def _():
                 at = slot.astype(jnp.int32)
-                for side in range(2):
-                    if per_head:
-                        _write_heads(new[side].at[t], pages[side].at[at], scale_pages[side].at[at])
-                    else:
-                        scale = scales[side][0] if scales else None
-                        _write_row(new[side].at[t], pages[side].at[at], scale)
+                if per_head:
+                    for new_ref, page, scale_page in zip(new_refs, pages, scale_pages, strict=True):
+                        _write_heads(new_ref.at[t], page.at[at], scale_page.at[at])
+                    return
+                group = lax.div(t, jnp.int32(T // scales[0].shape[0])) if scales else None
+                numbers = [ref[group] for ref in scale_refs] or [None, None]
+                # both loads before the first store, which waits for the whole block
+                rows = [_row(ref.at[t], number) for ref, number in zip(new_refs, numbers, strict=True)]
+                for page, row in zip(pages, rows, strict=True):
+                    page[at] = row
 
-        for j in range(config.tokens):
-            t = first + j
-            if j == 0:
-                token(t)
-            else:
-                pl.when(t < T)(lambda t=t: token(t))
+        token(first)
+        for j in range(1, config.tokens):
+            pl.when(first + j < T)(lambda j=j: token(first + j))
 
     body.__name__ = "cache_write"
     blocks = pl.cdiv(T, config.tokens)
-    plgpu.kernel(body, out_type=(), grid=(blocks,), grid_names=("block",))(*refs, *inputs)
-    return tuple(jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, caches, strict=True))
+    launch = plgpu.kernel(body, out_type=(), grid=(blocks,), grid_names=("block",))
+    written = pl.run_state(lambda refs: launch(*refs, *new, slots, *scales))(slotted)
+    return tuple(x.reshape(cache.shape) for x, cache in zip(written, caches, strict=True))
 
 
-def _write_row(new, page, scale) -> None:
-    """Copy one token's row [K * D], or write `e4m3(x / scale)`."""
+def _row(new, scale) -> jax.Array:
+    """One token's row [K * D] as it is, or `e4m3(x / scale)`."""
     (size,) = new.shape
     vec = _rows.vector(new.dtype)
     while size % (_THREADS * vec):
         vec //= 2
-    x = plgpu.load(new, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=vec), optimized=False)
-    page[...] = x if scale is None else _fp8(x.astype(jnp.float32) / scale)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vec)
+    x = plgpu.load(new, layout=layout, optimized=False)
+    if scale is None:
+        return x
+    return _fp8(_mosaic.divide(x.astype(jnp.float32), lax.broadcast(scale, (size,)), layout))
 
 
 def _write_heads(new, page, scale_page) -> None:
@@ -130,19 +151,27 @@ def _write_heads(new, page, scale_page) -> None:
     quantize, limit = (_int8, _INT8_MAX) if page.dtype == jnp.int8 else (_fp8, _FP8_MAX)
     vec = _rows.vector(new.dtype)
     if _heads_as_rows(K, D, new.dtype):
-        x = plgpu.load(new, layout=_rows.layout(D, vec), optimized=False).astype(jnp.float32)
-        scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1) / limit, _SCALE_FLOOR)
+        layout = _rows.layout(D, vec)
+        x = plgpu.load(new, layout=layout, optimized=False).astype(jnp.float32)
+        scale, inverse = _scale(jnp.max(jnp.abs(x), axis=1), limit, layout.reduce(1))
         scale_page[...] = scale
-        page[...] = quantize(x * lax.broadcast_in_dim(1.0 / scale, (K, D), [0]))
+        page[...] = quantize(x * lax.broadcast_in_dim(inverse, (K, D), [0]))
         return
     while D % (_THREADS * vec):
         vec //= 2
+    layout = plgpu.Layout.WG_STRIDED((D,), vec_size=vec)
     for h in range(K):
-        x = plgpu.load(new.at[h], layout=plgpu.Layout.WG_STRIDED((D,), vec_size=vec), optimized=False)
-        x = x.astype(jnp.float32)
-        scale = jnp.maximum(jnp.max(jnp.abs(x)) / limit, _SCALE_FLOOR)
-        scale_page[h] = scale
-        page[h] = quantize(x * (1.0 / scale))
+        x = plgpu.load(new.at[h], layout=layout, optimized=False).astype(jnp.float32)
+        amax = lax.broadcast(jnp.max(jnp.abs(x)), (D,))
+        scale, inverse = _scale(amax, limit, layout)
+        scale_page[h] = jnp.max(scale)
+        page[h] = quantize(x * inverse)
+
+
+def _scale(amax: jax.Array, limit: float, layout: Any) -> tuple[jax.Array, jax.Array]:
+    """Scale and its reciprocal, each rounded once, from the largest magnitudes in `layout`."""
+    scale = jnp.maximum(_mosaic.divide(amax, jnp.full_like(amax, limit), layout), _SCALE_FLOOR)
+    return scale, _mosaic.divide(jnp.full_like(scale, 1.0), scale, layout)
 
 
 def _heads_as_rows(K: int, D: int, dtype: Any) -> bool:

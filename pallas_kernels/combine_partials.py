@@ -70,14 +70,14 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
             total += exp(x - top)
         total = log(total) + top
         tile.store(outs[1], total)
-        o = None
+        o = jnp.float32(-0.0)  # the neutral element: adding +0 would lose a sum's sign
         for r, x in enumerate(lses):
             factor = tile.spread(jnp.where(x == -math.inf, 0.0, exp(x - total)))
             # selected, not multiplied: an empty rank may hold NaN, and a zero factor gives +0
             part = jnp.where(factor == 0.0, 0.0, tile.load(o_ref.at[r]).astype(jnp.float32) * factor)
             if return_corrected:
                 tile.store(outs[2].at[r], part)
-            o = part if o is None else o + part
+            o = o + part
         tile.store(outs[0], o)
 
     lse = jnp.pad(lse.reshape(N, rows), ((0, 0), (0, -rows % 4)))  # TMA wants rows of whole 16 bytes

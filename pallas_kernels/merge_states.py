@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import _mosaic, _rows
 
@@ -69,12 +70,14 @@ def merge_states(*, config: Config, prefix_o, prefix_lse, suffix_o, suffix_lse, 
         total = p_weight + s_weight
         if return_lse:
             tile.store(outs[1], jnp.log(total) + top)
-        o = p * tile.spread(p_weight / total) + s * tile.spread(s_weight / total)
+        p_weight, s_weight = tile.divide(p_weight, total), tile.divide(s_weight, total)
+        o = p * tile.spread(p_weight) + s * tile.spread(s_weight)
         # selected, not multiplied by zero: what an empty side holds may be NaN
         o = jnp.where(tile.spread(no_s), p, o)
         o = jnp.where(tile.spread(no_p), jnp.where(tile.spread(no_s), 0.0, s), o)
         if scale_ref is not None:
-            o = jnp.clip(o * (1.0 / scale_ref[0]), -_FP8_MAX, _FP8_MAX)
+            inverse = tile.divide(jnp.ones_like(total), lax.broadcast(scale_ref[0], total.shape))
+            o = jnp.clip(o * tile.spread(inverse), -_FP8_MAX, _FP8_MAX)
         tile.store(outs[0], o)
 
     done = _rows.launch(process, inputs, out_type, N=N, D=D, vec=vec, rows=config.rows, name="merge_states")

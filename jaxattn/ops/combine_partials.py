@@ -134,9 +134,7 @@ def make_inputs(
 
 
 def _case(name: str, N: int, B: int, H: int, D: int, *tags: str, **options) -> Case:
-    return Case(
-        name=name, make=lambda rng: make_inputs(rng, N, B, H, D, **options), tags=frozenset(tags or ("smoke",))
-    )
+    return Case(name=name, make=lambda rng: make_inputs(rng, N, B, H, D, **options), tags=frozenset(tags or ("smoke",)))
 
 
 _CASES = (
