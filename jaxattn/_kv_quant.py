@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
-FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127.0, 15
+from pallas_kernels import _exact
+
+FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127.0, 15.0
 SCALE_FLOOR = 1e-6
 _SIGN_SEED = 0x9E3779B9
 """Seed of the rotation's signs in vLLM 0.26.0 `vllm/v1/attention/ops/int4_per_token_head.py`."""
@@ -33,15 +35,15 @@ def fp8(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def per_head_fp8(x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "..."]]:
     """Codes and scale `max(amax / 448, 1e-6)`; the codes are of `x * (1 / scale)`."""
     x = x.astype(wide(x))
-    scale = jnp.maximum(jnp.abs(x).max(-1) / FP8_MAX, SCALE_FLOOR)
-    return fp8(x * (1 / scale)[..., None]), scale
+    scale = jnp.maximum(_exact.divide(jnp.abs(x).max(-1), FP8_MAX), SCALE_FLOOR)
+    return fp8(x * _inverse(scale)), scale
 
 
 def per_head_int8(x: Float[Array, "... D"]) -> tuple[Int8[Array, "... D"], Float[Array, "..."]]:
     """Codes and scale `max(amax / 127, 1e-6)`; `x * (1 / scale)` is rounded half away from zero."""
     x = x.astype(wide(x))
-    scale = jnp.maximum(jnp.abs(x).max(-1) / INT8_MAX, SCALE_FLOOR)
-    return jnp.clip(_half_away(x * (1 / scale)[..., None]), -128, 127).astype(jnp.int8), scale
+    scale = jnp.maximum(_exact.divide(jnp.abs(x).max(-1), INT8_MAX), SCALE_FLOOR)
+    return jnp.clip(_half_away(x * _inverse(scale)), -128, 127).astype(jnp.int8), scale
 
 
 def per_head_int4(x: Float[Array, "... D"]) -> tuple[UInt8[Array, "... D/2"], Float[Array, "..."]]:
@@ -53,9 +55,9 @@ def per_head_int4(x: Float[Array, "... D"]) -> tuple[UInt8[Array, "... D/2"], Fl
     """
     x = x.astype(wide(x))
     low, high = x.min(-1), x.max(-1)
-    scale = jnp.maximum((high - low) / INT4_MAX, SCALE_FLOOR)
-    zero = jnp.clip(_half_away(-low / scale), 0, INT4_MAX)
-    code = jnp.clip(_half_away(x * (1 / scale)[..., None] + zero[..., None]), 0, INT4_MAX).astype(jnp.uint8)
+    scale = jnp.maximum(_exact.divide(high - low, INT4_MAX), SCALE_FLOOR)
+    zero = jnp.clip(_half_away(_exact.divide(-low, scale)), 0, INT4_MAX)
+    code = jnp.clip(_half_away(x * _inverse(scale) + zero[..., None]), 0, INT4_MAX).astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     packed = jax.lax.bitcast_convert_type((bits & -16) | zero.astype(jnp.int32), jnp.float32)
     return code[..., ::2] | (code[..., 1::2] << 4), packed.astype(x.dtype)
@@ -104,6 +106,11 @@ def _signs(D: int) -> np.ndarray:
     """+1 where a 24-bit uniform number of the Mersenne Twister, seeded as PyTorch does, lies below one half."""
     draws = np.random.RandomState(_SIGN_SEED).randint(0, 2**32, size=D, dtype=np.uint32)
     return np.where((draws & 0xFFFFFF) < 1 << 23, 1, -1).astype(np.int8)
+
+
+def _inverse(scale):
+    """`1 / scale`, with an axis for the head's numbers."""
+    return _exact.divide(jnp.ones_like(scale), scale)[..., None]
 
 
 def _half_away(x):

@@ -24,6 +24,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _inter
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _exact
+
 SMEM_BYTES = 232_448
 """Shared memory that one thread block may use on sm_90."""
 H200 = Path(__file__).with_name("h200_target.txtpb")
@@ -81,11 +83,10 @@ def interpreting() -> bool:
 def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
     """`x / y` in float32, rounded to nearest even; inside a kernel, both in `layout`.
 
-    A plain `/` compiles to `div.full`, which is off by up to two units in the last place: enough to move a value across
-    the border between two codes.
+    See `_exact.divide`, for code outside kernels, for what a plain `/` does.
     """
     if interpreting():
-        return x / y
+        return _exact.divide(x, y)
     out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
     def div_rn(context, a, b):

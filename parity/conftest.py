@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxattn.registry import MECHANISMS
-from parity import captures, triangle
+from parity import captures, cases, triangle
 
 
 def pytest_addoption(parser):
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc):
     edges = {
         triangle.label(c, output, comparison): (m.name, c.name, output, comparison)
         for m, c in pairs
-        for output in c.outputs
+        for output in cases.find(m.name).expected(c)
         for comparison in triangle.COMPARISONS
     }
     edges = edges or {"no-captures": problem}

@@ -74,9 +74,14 @@ def find(mechanism: str) -> Faults:
     Raises:
         ValueError: nobody wrote any.
     """
-    from parity.faults import paged_attention
+    from parity.faults import cache_write, combine_partials, merge_states, paged_attention
 
-    known = {"paged_attention": paged_attention.FAULTS}
+    known = {
+        "paged_attention": paged_attention.FAULTS,
+        "cache_write": cache_write.FAULTS,
+        "merge_states": merge_states.FAULTS,
+        "combine_partials": combine_partials.FAULTS,
+    }
     if mechanism not in known:
         raise ValueError(f"{mechanism} has no faults; write parity/faults/{mechanism}.py and list it here")
     return known[mechanism]

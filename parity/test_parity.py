@@ -51,8 +51,8 @@ def test_a_mechanism_with_captures_has_an_adapter_with_known_rules(mechanism):
 
 
 def test_an_adapter_is_asked_for_by_name():
-    with pytest.raises(ValueError, match=r"merge_states has captures but no adapter; write parity/cases/merge_states"):
-        cases.find("merge_states")
+    with pytest.raises(ValueError, match=r"no_such_op has captures but no adapter; write parity/cases/no_such_op"):
+        cases.find("no_such_op")
 
 
 def test_a_result_of_a_broken_case_is_a_failure(loaded):

@@ -137,9 +137,10 @@ def pair(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list
 
 def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Result]:
     """The triangle of one case: three results per captured output; exceptions become failed results."""
+    outputs = capture.outputs
     try:
         adapter = cases.find(mechanism.name)
-        expected = adapter.expected(capture)
+        outputs = expected = adapter.expected(capture)
         unknown = sorted(set(expected) - set(adapter.outputs))
         if unknown:
             raise ValueError(f"{capture.name} holds outputs that the adapter does not know: {', '.join(unknown)}")
@@ -150,7 +151,7 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
     except Exception as e:
         return [
             _failed(mechanism, capture, backend, output, comparison, e)
-            for output in capture.outputs
+            for output in outputs
             for comparison in COMPARISONS
         ]
     kernel = execution.run_kernel(mechanism, args, backend)

@@ -110,7 +110,8 @@ def test_one_stem_in_every_layer(record):
     assert record.op.__name__ == stem
     assert record.op.__module__ == f"jaxattn.ops.{stem}"
     assert record.docs == f"docs/{stem}.md"
-    expected = [f"jaxattn/ops/{stem}.py", f"tests/ops/test_{stem}.py", f"parity/cases/{stem}.py", record.docs]
+    expected = [f"jaxattn/ops/{stem}.py", f"tests/ops/test_{stem}.py", record.docs]
+    expected += [f"parity/cases/{stem}.py"] if record.captures else []
     assert [path for path in expected if not (ROOT / path).is_file()] == []
     if record.kernels:
         assert (ROOT / f"pallas_kernels/{stem}.py").is_file() or (ROOT / f"pallas_kernels/{stem}").is_dir()
@@ -134,7 +135,8 @@ def test_registry_is_a_literal_tuple_of_unique_names():
 
 @records
 def test_record_is_complete(record):
-    assert record.source and record.captures and record.support and record.module
+    assert record.source
+    assert not record.kernels or (record.captures and record.support)
     assert set(record.kernels) <= {"mosaic", "triton"}
     labels = [label for label, _ in record.support]
     assert len(labels) == len(set(labels))
@@ -142,8 +144,9 @@ def test_record_is_complete(record):
     assert len(names) == len(set(names))
     assert {tag for case in record.cases for tag in case.tags} <= {"smoke", "full", "bench", "parity"}
     assert any("smoke" in case.tags for case in record.cases)
-    module, _, name = record.module.partition(":")
-    assert inspect.isclass(getattr(importlib.import_module(module), name))
+    if record.module:
+        module, _, name = record.module.partition(":")
+        assert inspect.isclass(getattr(importlib.import_module(module), name))
 
 
 @records

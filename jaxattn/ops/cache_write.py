@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn import _checks, _kv_quant, _mechanism
 from jaxattn._mechanism import Args, Case, Kernel, Mechanism
-from pallas_kernels import _mosaic
+from pallas_kernels import _exact, _mosaic
 from pallas_kernels import cache_write as mosaic
 
 _OP = "cache_write"
@@ -205,7 +205,7 @@ def _reference(key, value, k_pages, v_pages, slots, *, k_scale, v_scale, k_scale
     if mode == "fp8":
         wide = _kv_quant.wide(key)
         return tuple(
-            put(pages, _kv_quant.fp8(x.astype(wide) / scale.astype(wide).reshape(())))
+            put(pages, _kv_quant.fp8(_exact.divide(x.astype(wide), scale.astype(wide).reshape(()))))
             for pages, x, scale in ((k_pages, key, k_scale), (v_pages, value, v_scale))
         )
     quantize = {

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float8e4m3fn
 
 from jaxattn import _checks, _kv_quant, _mechanism
 from jaxattn._mechanism import Args, Case, Kernel, Mechanism
-from pallas_kernels import _mosaic
+from pallas_kernels import _exact, _mosaic
 from pallas_kernels import merge_states as mosaic
 
 _OP = "merge_states"
@@ -94,14 +94,15 @@ def _reference(prefix_o, prefix_lse, suffix_o, suffix_lse, *, out_scale, return_
     p_weight, s_weight = jnp.exp(p_lse - top), jnp.exp(s_lse - top)
     total = p_weight + s_weight
     p, s = prefix_o.astype(wide), suffix_o.astype(wide)
-    o = p * (p_weight / total)[..., None] + s * (s_weight / total)[..., None]
+    p_weight, s_weight = _exact.divide(p_weight, total), _exact.divide(s_weight, total)
+    o = p * p_weight[..., None] + s * s_weight[..., None]
     one = jnp.where(no_prefix[..., None], s, p)
     o = jnp.where((no_prefix | no_suffix)[..., None], one, o)
     o = jnp.where((no_prefix & no_suffix)[..., None], 0, o)
     if out_scale is None:
         o = o.astype(prefix_o.dtype)
     else:
-        o = _kv_quant.fp8(o * (1 / out_scale.astype(wide).reshape(())))
+        o = _kv_quant.fp8(o * _exact.divide(jnp.ones((), wide), out_scale.astype(wide).reshape(())))
     return (o, jnp.log(total) + top) if return_lse else o
 
 

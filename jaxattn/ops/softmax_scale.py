@@ -1,6 +1,7 @@
 """The number that attention scores are multiplied with before the softmax, and YaRN's magnitudes."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ def softmax_scale(
     mscale_all_dim: float = 0.0,
     indexer_heads: int | None = None,
     implementation: str | None = None,
+    config: Any = None,
 ) -> float:
     r"""`head_dim^-1/2`, times YaRN's squared magnitude, times `indexer_heads^-1/2`.
 
@@ -40,6 +42,7 @@ def softmax_scale(
         mscale_all_dim: the checkpoint's number of that name; 0 = no sharpening (V4).
         indexer_heads: heads of a sparse-attention indexer, whose scores are summed over heads.
         implementation: None or "reference", there is no kernel.
+        config: None, for the same reason.
 
     Returns:
         A Python float.
@@ -51,7 +54,7 @@ def softmax_scale(
     DeepSeek-V2 https://arxiv.org/abs/2405.04434; vLLM 0.26.0 `model_executor/models/deepseek_v2.py`.
     """
     args = prepare(head_dim, yarn_factor=yarn_factor, mscale_all_dim=mscale_all_dim, indexer_heads=indexer_heads)
-    return _mechanism.run(MECHANISM, args, implementation)
+    return _mechanism.run(MECHANISM, args, implementation, config)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -21,6 +21,7 @@ def window_cache(
     page: int,
     retained: int = 0,
     implementation: str | None = None,
+    config: Any = None,
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
     """For every request: tokens that no later query sees, pages to free, and pages that the next step needs.
 
@@ -36,6 +37,7 @@ def window_cache(
         retained: tokens in front of the window to keep although nobody sees them (speculative decoding that computes
             its last tokens again).
         implementation: None or "reference", there is no kernel.
+        config: None, for the same reason.
 
     Returns:
         `skipped` tokens, `freeable` leading pages, and `needed` pages that hold the tokens from the first live page to
@@ -47,7 +49,7 @@ def window_cache(
     Source: vLLM 0.26.0 `v1/core/single_type_kv_cache_manager.py` (`SlidingWindowManager.get_num_skipped_tokens`).
     """
     args = prepare(computed, new, window=window, page=page, retained=retained)
-    return _mechanism.run(MECHANISM, args, implementation)
+    return _mechanism.run(MECHANISM, args, implementation, config)
 
 
 def prepare(computed, new, *, window, page, retained=0) -> Args:

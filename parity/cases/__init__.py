@@ -65,9 +65,14 @@ def find(mechanism: str) -> Adapter:
     Raises:
         ValueError: the mechanism names captures, but nobody wrote what they mean.
     """
-    from parity.cases import paged_attention
+    from parity.cases import cache_write, combine_partials, merge_states, paged_attention
 
-    adapters = {"paged_attention": paged_attention.ADAPTER}
+    adapters = {
+        "paged_attention": paged_attention.ADAPTER,
+        "cache_write": cache_write.ADAPTER,
+        "merge_states": merge_states.ADAPTER,
+        "combine_partials": combine_partials.ADAPTER,
+    }
     if mechanism not in adapters:
         raise ValueError(
             f"{mechanism} has captures but no adapter; write parity/cases/{mechanism}.py and list it in "

@@ -1,0 +1,39 @@
+"""Division that is rounded to nearest even whatever the compiler makes of `/`.
+
+XLA turns division by a constant or a broadcast number into a product with its reciprocal, and on GPUs `/` compiles to
+`div.full`; both are off by up to two units in the last place. That is enough to move a number across the border between
+two codes, or to change the bits of a scale.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_SPLIT = 4097.0
+"""2^12 + 1: Veltkamp's constant for 24-bit mantissas."""
+_SMALL, _LARGE = 2.0**-60, 2.0**60
+
+
+def divide(x: jax.Array, y: jax.Array | float) -> jax.Array:
+    """`x / y` for float32, correctly rounded where |x|, |y| and |x / y| lie between 2^-60 and 2^60, else plain.
+
+    An approximate quotient q leaves the remainder x - q y, which is computed without error (Dekker's product) and
+    divided in turn; q plus that is the quotient, rounded once. float64 is divided plainly.
+    """
+    y = jnp.asarray(y, x.dtype)
+    q = x / y
+    if x.dtype != jnp.float32:
+        return q
+    product = lax.optimization_barrier(q * y)  # else a GPU computes x - q y in one step, without the rounding
+    q_high, y_high = _high(q), _high(y)
+    q_low, y_low = q - q_high, y - y_high
+    lost = ((q_high * y_high - product) + q_high * y_low + q_low * y_high) + q_low * y_low
+    better = q + ((x - product) - lost) / y
+    safe = [(jnp.abs(v) > _SMALL) & (jnp.abs(v) < _LARGE) for v in (x, y, q)]
+    return jnp.where(safe[0] & safe[1] & safe[2], better, q)
+
+
+def _high(x: jax.Array) -> jax.Array:
+    """The upper half of the mantissa, so that products of halves are exact."""
+    far = x * _SPLIT
+    return far - (far - x)
