@@ -125,9 +125,10 @@ def prepare(
         if mode == "int4_token_head" and (D & (D - 1) or D < 2):
             raise ValueError(f"{_OP}: an int4 cache rotates heads, {head} must be a power of two, got {D}")
         if (D // 2 if mode == "int4_token_head" else D) != C:
+            packed = " (two in a byte)" if mode == "int4_token_head" else ""
             raise ValueError(
-                f"{_OP}: {'k' if head == 'D' else 'v'}_pages must hold {head}={D} numbers a head"
-                f"{', two in a byte,' if mode == 'int4_token_head' else ''} got a last dimension of {C}"
+                f"{_OP}: {'k' if head == 'D' else 'v'}_pages must hold {head}={D} numbers a head{packed}, got a last "
+                f"dimension of {C}"
             )
     if checked:
         check_slots(slots, dims["P"] * dims["page"])
