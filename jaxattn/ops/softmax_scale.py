@@ -85,7 +85,7 @@ def rope_magnitude(
 
 def prepare(head_dim, *, yarn_factor=1.0, mscale_all_dim=0.0, indexer_heads=None) -> Args:
     """Validate the arguments of `softmax_scale`; raises as it does."""
-    _checks.check_count(_OP, head_dim=head_dim, indexer_heads=indexer_heads)
+    _checks.check_count(_OP, head_dim=head_dim, **({} if indexer_heads is None else {"indexer_heads": indexer_heads}))
     _checks.check_positive(_OP, yarn_factor=yarn_factor)
     return {
         "head_dim": int(head_dim),
@@ -123,4 +123,5 @@ MECHANISM = Mechanism(
         _case("indexer", 128, indexer_heads=64),
     ),
     cost=lambda **_: (0, 0),
+    support=(("any head dim", {"head_dim": 128}),),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -176,6 +177,12 @@ MECHANISM = Mechanism(
         _case("window128-page64", 31, 1000, window=128, page=64),
         _case("window1-page16", 5, 100, window=1, page=16),
         _case("window100-page16-retained3", 17, 500, window=100, page=16, retained=3),
+    ),
+    support=(
+        (
+            "any number of requests",
+            {name: jax.ShapeDtypeStruct((8,), jnp.int32) for name in ("computed", "new")} | {"window": 128, "page": 64},
+        ),
     ),
     cost=lambda *, computed, **_: (0, 5 * 4 * computed.shape[0]),
 )

@@ -61,9 +61,9 @@ def test_scaled_scores_have_variance_one_and_unscaled_ones_are_nearly_one_hot(D,
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"head_dim": 0}, ValueError, "head_dim must be positive or None, got 0"),
-        ({"head_dim": 1.5}, TypeError, "head_dim is compiled in and must be a Python integer or None, got float"),
-        ({"head_dim": 64, "indexer_heads": -1}, ValueError, "indexer_heads must be positive or None, got -1"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+        ({"head_dim": 1.5}, TypeError, "head_dim is compiled in and must be a Python integer, got float"),
+        ({"head_dim": 64, "indexer_heads": -1}, ValueError, "indexer_heads must be at least 1, got -1"),
         ({"head_dim": 64, "yarn_factor": 0.0}, ValueError, "yarn_factor must be positive and finite or None, got 0"),
         ({"head_dim": 64, "implementation": "mosaic"}, ValueError, "must be None or one of reference, got 'mosaic'"),
     ],

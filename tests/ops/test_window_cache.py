@@ -125,18 +125,18 @@ def test_an_empty_table_has_no_slots():
         (
             lambda: window_cache(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32), window=0, page=2),
             ValueError,
-            "window_cache: window must be positive or None, got 0",
+            "window_cache: window must be at least 1, got 0",
         ),
         (
             lambda: window_cache(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32), window=1, page=2, retained=-1),
             ValueError,
             "window_cache: retained must not be negative, got -1",
         ),
-        (lambda: pages_for_hit(4, 0), ValueError, "pages_for_hit: page must be positive or None, got 0"),
+        (lambda: pages_for_hit(4, 0), ValueError, "pages_for_hit: page must be at least 1, got 0"),
         (
             lambda: admission_pages(window=4, page=2, in_flight=0, max_tokens=9),
             ValueError,
-            "admission_pages: in_flight must be positive or None, got 0",
+            "admission_pages: in_flight must be at least 1, got 0",
         ),
         (
             lambda: slot_mapping(jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros(1), page=2),
