@@ -2,9 +2,10 @@
 
     PYTHONPATH=. OUT=/some/folder python dev/ops_bench.py [--captures DIR] [--no-peer] [--tiny]
 
-Kernels are compared with the references on the CPU, then timed with CUPTI on rotated inputs that do not fit the L2
-cache. vLLM's ops, where they can be imported (`vllm_env` on the path), are timed as CUDA graphs over rotated inputs, and
-their bytes compared with ours. Writes `ops_bench.json` into $OUT. JAX_PLATFORMS must not hide the CPU. `--tiny` only tries the script on a CPU.
+Kernels are compared with the references on the CPU (JAX_PLATFORMS must not hide it), then timed with CUPTI on rotated
+inputs that do not fit the L2 cache. vLLM's ops, where they can be imported (`vllm_env` on the path), are timed as CUDA
+graphs over rotated inputs, and their bytes compared with ours. Writes `ops_bench.json` into $OUT. `--tiny` only tries
+the script on a CPU.
 """
 
 import argparse
