@@ -9,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
+from jaxattn.ops.cache_write import cache_write
 from jaxattn.ops.paged_attention import FP8, check_paging
 
-_FP8_MAX = 448.0
 _INT32_MAX = 2**31 - 1
 
 
@@ -141,8 +141,17 @@ class PagedKVCache(nnx.Module):
         self.k_scale = KVPages(jnp.float32(1 if k_scale is None else k_scale)) if fp8 else nnx.data(None)
         self.v_scale = KVPages(jnp.float32(1 if v_scale is None else v_scale)) if fp8 else nnx.data(None)
 
-    def update(self, k: Float[Array, "N K D"], v: Float[Array, "N K D"], slots: Int32[Array, " N"]) -> None:
+    def update(
+        self,
+        k: Float[Array, "N K D"],
+        v: Float[Array, "N K D"],
+        slots: Int32[Array, " N"],
+        *,
+        implementation: str | None = None,
+    ) -> None:
         """Write this step's keys and values; rows with a slot outside the pool (-1 by convention) are not written.
+
+        `implementation` goes to `jaxattn.cache_write`.
 
         Raises:
             TypeError: `slots` is not int32, or k or v is not in the cache's dtype (any float dtype for float8);
@@ -155,8 +164,10 @@ class PagedKVCache(nnx.Module):
         own = _checks.dtype_name(pool)
         for name, x in (("k", k), ("v", v)):
             _checks.check_dtype(op, name, x, _checks.FLOATS if own == FP8 else (own,), "cast it or the cache")
-        self.k[...] = _write(pool, _encode(k, self.k_scale), slots)
-        self.v[...] = _write(self.v[...], _encode(v, self.v_scale), slots)
+        scales = {} if self.k_scale is None else {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
+        self.k[...], self.v[...] = cache_write(k, v, pool, self.v[...], slots, **scales, implementation=implementation)[
+            :2
+        ]
 
     def check(self, batch: PagedBatch) -> None:
         """Read a batch's tables and raise `ValueError` unless they fit this pool; for use outside `jit`."""
@@ -169,17 +180,3 @@ class PagedKVCache(nnx.Module):
             pool=num_pages,
             page=page,
         )
-
-
-def _encode(x, scale):
-    """What a pool stores: x itself, or its float8 codes, divided (not multiplied by a reciprocal) and saturated."""
-    if scale is None:
-        return x
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale[...]
-    return jnp.clip(wide, -_FP8_MAX, _FP8_MAX).astype(FP8)
-
-
-def _write(pool, x, slots):
-    pages, page = pool.shape[:2]
-    number = jnp.where(slots < 0, pages, slots // page)  # negative indices count from the end, even with mode="drop"
-    return pool.at[number, slots % page].set(x, mode="drop")
