@@ -164,7 +164,9 @@ class PagedKVCache(nnx.Module):
         own = _checks.dtype_name(pool)
         for name, x in (("k", k), ("v", v)):
             _checks.check_dtype(op, name, x, _checks.FLOATS if own == FP8 else (own,), "cast it or the cache")
-        scales = {} if self.k_scale is None else {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
+        scales = {}
+        if self.k_scale is not None and self.v_scale is not None:
+            scales = {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
         self.k[...], self.v[...] = cache_write(k, v, pool, self.v[...], slots, **scales, implementation=implementation)[
             :2
         ]
