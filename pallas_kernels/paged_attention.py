@@ -104,9 +104,12 @@ class _Problem:
         return self.block_q <= self.block_g
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Head chunks, and slots for tiles: request b may use slot start // block_q + b and those that follow."""
-        return self.H // self.block_g, self.N // self.block_q + self.B + 1
+    def grid(self) -> tuple[int, int, int]:
+        """Parts of the columns, chunks of the heads, slots for tiles.
+
+        Tile i of request b takes slot query_start[b] // block_q + b + i: enough for any split of N tokens.
+        """
+        return self.D // self.columns, self.H // self.block_g, self.N // self.block_q + self.B + 1
 
     @property
     def terms(self) -> int:
@@ -124,9 +127,9 @@ class _Problem:
         return self.cache_dtype != self.operand
 
     @property
-    def staged(self) -> int:
-        """Columns of q or o that pass through shared memory at once."""
-        return min(self.D, 512 // self.dtype.itemsize)
+    def columns(self) -> int:
+        """Columns of V and o of a thread block; 256 in float32 do not fit its registers beside a second accumulator."""
+        return min(self.D, 128) if self.terms == 3 else self.D
 
     @property
     def out_chunk(self) -> int:
@@ -192,11 +195,13 @@ def configs(**args) -> Iterator[Config]:
 
 
 def _illegal(x: _Problem, config: Config) -> str | None:
+    if config.block_kv == 16 and (x.terms, x.D) != (3, 256):
+        return f"{config} is for float32 with head dim 256 only; use a block_kv of 32 or more"
     used = _smem_bytes(_scratch(x, config))
     if used > _mosaic.SMEM_BYTES:
         return f"{config} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller blocks"
     spread = config.block_kv if x.terms == 1 else 2 * config.block_kv + x.out_chunk
-    used = ROWS * (x.D + spread) // 128
+    used = ROWS * (x.columns + spread) // 128
     if used > MAX_ACCUMULATORS:
         return f"{config} needs {used} registers for accumulators, more than {MAX_ACCUMULATORS}; use a smaller block_kv"
     return None
@@ -210,15 +215,17 @@ def _scratch(x: _Problem, config: Config, *, interpreted: bool = False) -> dict[
     rings of wgmma tiles, or of raw values that go through `tiles` when they are needed. `p` exists interpreted only.
     """
     swizzled = _mosaic.swizzled(_swizzle(config), bytes_per_value=2)
-    ring = plgpu.SMEM(
-        (config.num_stages, config.block_kv, x.D), x.cache_dtype, transforms=() if x.restage else swizzled
-    )
+
+    def ring(columns):
+        shape = config.num_stages, config.block_kv, columns
+        return plgpu.SMEM(shape, x.cache_dtype, transforms=() if x.restage else swizzled)
+
     arrivals = plgpu.Barrier(num_arrivals=max(1, config.block_kv // x.page), num_barriers=config.num_stages)
     scratch = {
-        "rows": plgpu.SMEM((ROWS, x.staged), x.dtype),
+        "rows": plgpu.SMEM((ROWS, x.columns), x.dtype),
         "q_tile": plgpu.SMEM((x.terms, ROWS, x.D), x.operand, transforms=swizzled),
-        "k_ring": ring,
-        "v_ring": ring,
+        "k_ring": ring(x.D),
+        "v_ring": ring(x.columns),
         "rows_bar": plgpu.Barrier(num_arrivals=min(x.block_q, x.block_g)),
         "k_bar": arrivals,
         "v_bar": arrivals,
@@ -265,18 +272,18 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         inputs["sinks"] = _sink_rows(x, args["sinks"])
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.dtype)}
     if return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((*x.grid[::-1], ROWS), f32)
+        outputs["lse"] = jax.ShapeDtypeStruct((x.grid[2], x.grid[1], ROWS), f32)
     interpreted = _mosaic.interpreting()
 
     def body(*refs, **scratch):
-        _tile(x, config, interpreted, _Refs({**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch}))
+        _block(x, config, interpreted, _Refs({**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch}))
 
     o, *lse = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=_scratch(x, config, interpreted=interpreted),
         grid=x.grid,
-        grid_names=("chunk", "slot"),
+        grid_names=("part", "chunk", "slot"),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=x.terms == 1 and x.softcap is None,  # the approximate tanh has 11 bits
@@ -284,6 +291,27 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         ),
     )(*inputs.values())
     return (o, _lse_by_token(x, lse[0], args["query_start"])) if return_lse else o
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """What a thread block computes, as scalars on the device."""
+
+    part: Any
+    chunk: Any
+    slot: Any
+    request: Any
+    length: Any
+    """Keys of the request."""
+    token0: Any
+    """Row of q of the first token."""
+    count: Any
+    """Tokens; at most block_q."""
+    position: Any
+    """Position of the first token among the keys."""
+    head0: Any
+    column0: Any
+    """First column of V and o."""
 
 
 class _Refs:
@@ -326,10 +354,9 @@ def _lse_by_token(x: _Problem, tiles, query_start):
 
 
 # ---------------------------------------------------------------- device code
-def _tile(x: _Problem, config: Config, interpreted: bool, r: _Refs) -> None:
+def _block(x: _Problem, config: Config, interpreted: bool, r: _Refs) -> None:
     """One thread block: find the tile's request, attend, store."""
-    chunk, slot = lax.axis_index("chunk"), lax.axis_index("slot")
-    head0 = chunk * x.block_g
+    part, chunk, slot = (lax.axis_index(name) for name in ("part", "chunk", "slot"))
 
     def start_of(b):
         return jnp.clip(r.query_start[b], 0, x.N)
@@ -347,51 +374,63 @@ def _tile(x: _Problem, config: Config, interpreted: bool, r: _Refs) -> None:
     end = jnp.where(real, start_of(request + 1), x.N)
     length = jnp.where(real, jnp.clip(r.lengths[request], 0, x.pages * x.page), 0)
     skipped = (slot - lax.div(start, i32(x.block_q)) - b) * x.block_q
-    token0 = start + skipped
-    count = jnp.minimum(end - token0, x.block_q)
+    tile = _Tile(
+        part=part,
+        chunk=chunk,
+        slot=slot,
+        request=request,
+        length=length,
+        token0=start + skipped,
+        count=jnp.minimum(end - start - skipped, x.block_q),
+        position=length - (end - start) + skipped,
+        head0=chunk * x.block_g,
+        column0=part * x.columns,
+    )
+    pl.when(tile.count > 0)(lambda: _attend(x, config, interpreted, r, tile))
 
-    @pl.when(count > 0)
-    def _():
-        position = length - (end - start) + skipped
-        _attend(x, config, interpreted, r, chunk, slot, head0, request, token0, count, position, length)
 
-
-def _attend(x, config, interpreted, r, chunk, slot, head0, request, token0, count, position, length):
-    """Tokens token0, ..., token0 + count - 1 at positions position, ... of a request with `length` keys."""
+def _attend(x: _Problem, config: Config, interpreted: bool, r: _Refs, t: _Tile) -> None:
+    """Online softmax over the tile's keys, sink, output."""
     block_kv, num_stages = config.block_kv, config.num_stages
-    low, high, full_low, full_high = _range(x, position, count, length)
+    low, high, full_low, full_high = _range(x, t)
     first = lax.div(low, i32(block_kv))
     last = jnp.where(high > low, lax.div(high + (block_kv - 1), i32(block_kv)), first)
     full_first = jnp.clip(lax.div(full_low + (block_kv - 1), i32(block_kv)), first, last)
     full_last = jnp.clip(lax.div(full_high, i32(block_kv)), full_first, last)
-    kv_head = lax.div(head0, i32(x.H // x.K))
+    kv_head = lax.div(t.head0, i32(x.H // x.K))
     first_page, last_page = lax.div(low, i32(x.page)), lax.div(jnp.maximum(high - 1, 0), i32(x.page))
 
     def page_numbers(j):
         """Pages of block j; of the pages outside the visible range the nearest one inside is read again."""
         base = lax.div(j * block_kv, i32(x.page))
         return [
-            jnp.clip(r.page_table[request, jnp.clip(base + i, first_page, last_page)], 0, x.pool - 1)
+            jnp.clip(r.page_table[t.request, jnp.clip(base + i, first_page, last_page)], 0, x.pool - 1)
             for i in range(max(1, block_kv // x.page))
         ]
 
-    def fetch(pool, ring, bars, j, pages):
+    def fetch(pool, ring, bars, j, pages, columns):
         to = lax.rem(j - first, i32(num_stages))
         rows = min(x.page, block_kv)
         offset = lax.rem(j * block_kv, i32(x.page)) if block_kv < x.page else 0
         for i, number in enumerate(pages):
             plgpu.copy_gmem_to_smem(
-                pool.at[number, pl.ds(offset, rows), kv_head], ring.at[to, pl.ds(i * rows, rows)], bars.at[to]
+                pool.at[number, pl.ds(offset, rows), kv_head, columns], ring.at[to, pl.ds(i * rows, rows)], bars.at[to]
             )
+
+    def fetch_k(j, pages):
+        fetch(r.k_pages, r.k_ring, r.k_bar, j, pages, pl.ds(0, x.D))
+
+    def fetch_v(j, pages):
+        fetch(r.v_pages, r.v_ring, r.v_bar, j, pages, pl.ds(t.column0, x.columns))
 
     def prefetch(j):
         pages = page_numbers(j)
-        fetch(r.k_pages, r.k_ring, r.k_bar, j, pages)
-        fetch(r.v_pages, r.v_ring, r.v_bar, j, pages)
+        fetch_k(j, pages)
+        fetch_v(j, pages)
 
     for i in range(num_stages):
         pl.when(first + i < last)(functools.partial(prefetch, first + i))
-    _load_q(x, config, r, token0, head0)
+    _load_q(x, config, r, t)
 
     token = _row_token(x, plgpu.broadcasted_iota(i32, (ROWS, block_kv), 0, layout=ACC))
     column = plgpu.broadcasted_iota(i32, (ROWS, block_kv), 1, layout=ACC)
@@ -405,26 +444,26 @@ def _attend(x, config, interpreted, r, chunk, slot, head0, request, token0, coun
         plgpu.barrier_wait(r.k_bar.at[at])
         k = _operand(x, config, r, r.k_ring.at[at], r.k_scale, None)
         s = _scores(x, r, k, block_kv)
-        pl.when(more)(lambda: fetch(r.k_pages, r.k_ring, r.k_bar, j + num_stages, ahead))
+        pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         if masked:
-            s = jnp.where(_visible(x, position + token, j * block_kv + column, length), s, -jnp.inf)
+            s = jnp.where(_visible(x, t.position + token, j * block_kv + column, t.length), s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
         alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * sharp - lax.broadcast_in_dim(m_new, s.shape, [0]))
+        p = jnp.exp2(s * sharp - _across(m_new, s))
         total = total * alpha + jnp.sum(p, axis=1)
-        o = tuple(c * lax.broadcast_in_dim(alpha, c.shape, [0]) for c in o)
+        o = tuple(c * _across(alpha, c) for c in o)
         plgpu.barrier_wait(r.v_bar.at[at])
         v = _operand(x, config, r, r.v_ring.at[at], r.v_scale, (j * block_kv, low, high) if masked else None)
         o = _add_product(x, r, o, p, v, interpreted)
-        pl.when(more)(lambda: fetch(r.v_pages, r.v_ring, r.v_bar, j + num_stages, ahead))
+        pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
         return m_new, total, o
 
     carry = (
         plgpu.layout_cast(jnp.full((ROWS,), FLOOR, f32), ROW),
         plgpu.layout_cast(jnp.zeros((ROWS,), f32), ROW),
-        tuple(plgpu.layout_cast(jnp.zeros((ROWS, x.out_chunk), f32), ACC) for _ in range(x.D // x.out_chunk)),
+        tuple(plgpu.layout_cast(jnp.zeros((ROWS, x.out_chunk), f32), ACC) for _ in range(x.columns // x.out_chunk)),
     )
     if x.window is not None:
         carry = lax.fori_loop(first, full_first, functools.partial(step, masked=True), carry)
@@ -435,21 +474,30 @@ def _attend(x, config, interpreted, r, chunk, slot, head0, request, token0, coun
 
     if r.lse is not None:
         natural = jnp.where(total > 0, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
-        r.lse[slot, chunk] = natural
+
+        @pl.when(t.part == 0)
+        def _():
+            r.lse[t.slot, t.chunk] = natural
+
     if r.sinks is not None:
-        sink = plgpu.load(r.sinks.at[chunk], layout=ROW, optimized=False)
+        sink = plgpu.load(r.sinks.at[t.chunk], layout=ROW, optimized=False)
         m_new = jnp.maximum(m, sink)
         alpha = jnp.exp2(m - m_new)
         total = total * alpha + jnp.exp2(sink - m_new)
-        o = tuple(c * lax.broadcast_in_dim(alpha, c.shape, [0]) for c in o)
+        o = tuple(c * _across(alpha, c) for c in o)
     inverse = 1 / jnp.where(total > 0, total, 1.0)
-    o = tuple(c * lax.broadcast_in_dim(inverse, c.shape, [0]) for c in o)
-    _store(x, r, o, token0, head0, count)
+    o = tuple(c * _across(inverse, c) for c in o)
+    _store(x, r, o, t)
 
 
-def _range(x: _Problem, position, count, length):
+def _across(row, like):
+    """A value per row, repeated over the columns of `like`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
+
+
+def _range(x: _Problem, t: _Tile):
     """Keys [low, high) that some row sees, and a range [full_low, full_high) that every row sees."""
-    final = position + count - 1
+    position, length, final = t.position, t.length, t.position + t.count - 1
     low, full_low, high, full_high = i32(0), i32(0), length, length
     if x.window is not None:
         low = jnp.maximum(position - (x.window - 1), 0)
@@ -473,20 +521,20 @@ def _visible(x: _Problem, position, key, length):
     return visible
 
 
-def _load_q(x: _Problem, config: Config, r: _Refs, token0, head0) -> None:
+def _load_q(x: _Problem, config: Config, r: _Refs, t: _Tile) -> None:
     """Bring the tile's rows of q into shared memory as wgmma reads them, split in terms."""
-    for column in range(0, x.D, x.staged):
-        columns = pl.ds(column, x.staged)
+    for column in range(0, x.D, x.columns):
+        columns = pl.ds(column, x.columns)
         if x.token_major:
-            for t in range(x.block_q):
-                source = r.q.at[jnp.minimum(token0 + t, x.N - 1), pl.ds(head0, x.block_g), columns]
-                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(t * x.block_g, x.block_g)], r.rows_bar)
+            for i in range(x.block_q):
+                source = r.q.at[jnp.minimum(t.token0 + i, x.N - 1), pl.ds(t.head0, x.block_g), columns]
+                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(i * x.block_g, x.block_g)], r.rows_bar)
         else:
-            for h in range(x.block_g):
-                source = r.q.at[pl.ds(token0, x.block_q), head0 + h, columns]
-                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(h * x.block_q, x.block_q)], r.rows_bar)
+            for i in range(x.block_g):
+                source = r.q.at[pl.ds(t.token0, x.block_q), t.head0 + i, columns]
+                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(i * x.block_q, x.block_q)], r.rows_bar)
         plgpu.barrier_wait(r.rows_bar)
-        for piece in range(0, x.staged, PIECE):
+        for piece in range(0, x.columns, PIECE):
             value = plgpu.load(r.rows.at[:, pl.ds(piece, PIECE)], layout=_strips(x.dtype, config))
             for i, term in enumerate(_split(x, value)):
                 r.q_tile[i, :, pl.ds(column + piece, PIECE)] = term
@@ -520,8 +568,8 @@ def _operand(x: _Problem, config: Config, r: _Refs, raw, scale, bounds) -> Calla
     `bounds` (block start, low, high) names the keys that some row sees; the others are made zero, because a product
     with P = 0 would let their NaN through.
     """
-    rows, layout = raw.shape[0], _strips(raw.dtype, config)
-    pieces = [pl.ds(column, PIECE) for column in range(0, x.D, PIECE)]
+    (rows, columns), layout = raw.shape, _strips(raw.dtype, config)
+    pieces = [pl.ds(column, PIECE) for column in range(0, columns, PIECE)]
 
     def cleared(value):
         if bounds is None:
@@ -555,11 +603,23 @@ def _scores(x: _Problem, r: _Refs, k: Callable[[int], Any], block_kv: int):
     """Unscaled scores, float32 [ROWS, block_kv]."""
 
     def product(acc):
-        for a, b in SPLIT if x.terms == 3 else ((0, 0),):
-            plgpu.wgmma(acc, r.q_tile.at[a], k(b).T)
+        if x.terms == 1:
+            plgpu.wgmma(acc, r.q_tile.at[0], k(0).T)
+        else:  # a loop: unrolled, the addresses of all operands would wait in registers
+
+            @pl.loop(0, len(SPLIT))
+            def _(n):
+                a, b = (_lookup([pair[i] for pair in SPLIT], n) for i in range(2))
+                plgpu.wgmma(acc, r.q_tile.at[a], k(b).T)
+
         return acc[...]
 
     return pl.run_scoped(product, _mosaic.ACC((ROWS, block_kv), f32))
+
+
+def _lookup(digits: list[int], n):
+    """digits[n] for an index known on the device only; every digit is less than 4."""
+    return lax.shift_right_logical(i32(sum(d << 2 * i for i, d in enumerate(digits))), 2 * n) & 3
 
 
 def _add_product(x: _Problem, r: _Refs, o: tuple, p, v: Callable[[int], Any], interpreted: bool) -> tuple:
@@ -590,33 +650,27 @@ def _add_product(x: _Problem, r: _Refs, o: tuple, p, v: Callable[[int], Any], in
     return tuple(out)
 
 
-def _store(x: _Problem, r: _Refs, o: tuple, token0, head0, count) -> None:
-    """Write the rows of `count` tokens; what follows them belongs to the next request."""
-    per = x.staged // x.out_chunk
-    for i in range(0, len(o), per):
-        for k, chunk in enumerate(o[i : i + per]):
-            r.rows[:, pl.ds(k * x.out_chunk, x.out_chunk)] = chunk.astype(x.dtype)
-        plgpu.commit_smem()
-        _copy_out(x, r, token0, head0, count, pl.ds(i * x.out_chunk, x.staged))
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _copy_out(x: _Problem, r: _Refs, token0, head0, count, columns) -> None:
-    """Start the copies of `count` tokens from `rows` to these columns of o."""
+def _store(x: _Problem, r: _Refs, o: tuple, t: _Tile) -> None:
+    """Write the rows of the tile's tokens; what follows them belongs to the next request."""
+    for i, chunk in enumerate(o):
+        r.rows[:, pl.ds(i * x.out_chunk, x.out_chunk)] = chunk.astype(x.dtype)
+    plgpu.commit_smem()
 
     def copy(row, rows, tokens, heads):
-        plgpu.copy_smem_to_gmem(r.rows.at[pl.ds(row, rows)], r.o.at[tokens, heads, columns])
+        target = r.o.at[tokens, heads, pl.ds(t.column0, x.columns)]
+        plgpu.copy_smem_to_gmem(r.rows.at[pl.ds(row, rows)], target)
 
-    def token(t):
-        copy(t * x.block_g, x.block_g, token0 + t, pl.ds(head0, x.block_g))
+    def token(i):
+        copy(i * x.block_g, x.block_g, t.token0 + i, pl.ds(t.head0, x.block_g))
 
-    def tokens(t, size):
+    def tokens(i, size):
         for h in range(x.block_g):
-            copy(h * x.block_q + t, size, pl.ds(token0 + t, size), head0 + h)
+            copy(h * x.block_q + i, size, pl.ds(t.token0 + i, size), t.head0 + h)
 
     if x.token_major:
-        for t in range(x.block_q):
-            pl.when(t < count)(functools.partial(token, t))
+        for i in range(x.block_q):
+            pl.when(i < t.count)(functools.partial(token, i))
     else:
-        pl.when(count == x.block_q)(lambda: tokens(0, x.block_q))
-        pl.when(count < x.block_q)(lambda: pl.loop(0, count)(lambda t: tokens(t, 1)))
+        pl.when(t.count == x.block_q)(lambda: tokens(0, x.block_q))
+        pl.when(t.count < x.block_q)(lambda: pl.loop(0, t.count)(lambda i: tokens(i, 1)))
+    plgpu.wait_smem_to_gmem(0)
