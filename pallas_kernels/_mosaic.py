@@ -6,17 +6,20 @@ Mosaic GPU says of itself that it may change from week to week; whatever a new j
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import config as jax_config
 from jax._src import hardware_utils
 from jax._src.lib import cuda_path, cuda_versions
@@ -45,6 +48,25 @@ def swizzled(span_bytes: int, *, bytes_per_value: int) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(span_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
+def strips(dtype: Any, span_bytes: int) -> Any:
+    """Register layout between plain memory and 16-bit `swizzled` tiles: each lane holds 16 bytes of a swizzle span.
+
+    Fits blocks of 64 k columns and 32 k rows (16 k for a span of 32 bytes) of `dtype`, and what they are cast to.
+    """
+    values = 16 // max(2, jnp.dtype(dtype).itemsize)
+    span = span_bytes // 2
+    rows = 32 * values // span
+    side_by_side = span < 32  # the four warps on 64 columns, else on consecutive rows
+    tiling = plgpu.Tiling(((rows, 4 * span) if side_by_side else (4 * rows, span), (rows, span), (values,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4 if side_by_side else -5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def smem_bytes(scratch: Iterable[Any]) -> int:
+    """Shared memory of scratch types: each buffer starts at a multiple of 1024 bytes, one more holds the barriers."""
+    buffers = [s for s in scratch if not isinstance(s, plgpu.Barrier)]
+    return 1024 + sum(-(-math.prod(s.shape) * jnp.dtype(s.dtype).itemsize // 1024) * 1024 for s in buffers)
+
+
 # ---------------------------------------------------------------- interpreting
 @contextlib.contextmanager
 def interpret(*, detect_races: bool = True) -> Iterator[None]:
@@ -58,7 +80,9 @@ def interpret(*, detect_races: bool = True) -> Iterator[None]:
     )
     _interpreter.reset_gpu_interpret_mode_state()
     try:
-        with plgpu.force_gpu_interpret_mode(params):
+        with plgpu.force_gpu_interpret_mode(params), warnings.catch_warnings():
+            # numpy multiplies the NaN of uninitialised or poisoned memory and at times says so
+            warnings.filterwarnings("ignore", "invalid value encountered in matmul", RuntimeWarning)
             yield
             jax.effects_barrier()
             if detect_races and _races_found():

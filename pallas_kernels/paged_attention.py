@@ -16,8 +16,8 @@ Precision of the products, accumulated in float32 throughout:
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,26 +27,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
+from pallas_kernels import _online_softmax as softmax
+from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, PRODUCTS, ROW
 
 ROWS = 64
 """Rows of a tile: the M of one wgmma."""
-LOG2E = math.log2(math.e)
-FLOOR = -1e30
-"""Start of the running maximum: finite, so that masked scores of -inf never meet another infinity."""
-PAGES = (16, 32, 64, 128)
+BLOCKS = PAGES = (16, 32, 64, 128)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
-SPLIT = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
-"""Products of the three bfloat16 terms of two float32 operands that are kept, smallest first."""
-MAX_ACCUMULATORS = 176
-"""Registers of a thread that accumulators and P may take; more spills."""
 PIECE = 64
 """Columns that go through registers together on their way to a tile; a whole block would spill."""
+OPTIONAL = ("k_scale", "v_scale", "sinks", "sums", "tiles", "p_tile")
+"""References that a kernel may do without."""
 _FAR = 2**30
-
-ACC = plgpu.Layout.WGMMA
-ROW = ACC.reduce(1)
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -62,14 +56,14 @@ class Config:
     """Steps whose keys and values may be on their way at once."""
 
     def __post_init__(self):
-        if self.block_kv not in (16, 32, 64, 128):
-            raise ValueError(f"block_kv must be 16, 32, 64 or 128, got {self.block_kv}")
+        if self.block_kv not in BLOCKS:
+            raise ValueError(f"block_kv must be {_either(BLOCKS)}, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Problem:
+class _Plan:
     """Everything about a call that is known when it is compiled."""
 
     N: int
@@ -86,6 +80,9 @@ class _Problem:
     causal: bool
     window: int | None
     softcap: float | None
+    block_kv: int
+    num_stages: int
+    interpreted: bool
 
     @property
     def block_g(self) -> int:
@@ -128,38 +125,38 @@ class _Problem:
 
     @property
     def columns(self) -> int:
-        """Columns of V and o of a thread block; 256 in float32 do not fit its registers beside a second accumulator."""
-        return min(self.D, 128) if self.terms == 3 else self.D
+        """Columns of V and o of a thread block; with conversions 256 do not fit its registers."""
+        return min(self.D, 128) if self.restage else self.D
 
     @property
     def out_chunk(self) -> int:
         """Columns of o per accumulator; float32 needs a second one of the same size."""
-        return min(self.D, 64) if self.terms == 3 else self.D
+        return 64 if self.terms == 3 else self.columns
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a swizzle span of every tile; wgmma steps through the keys of P and V by as much."""
+        return min(128, 2 * self.block_kv)
 
 
-def _problem(*, q, k_pages, page_table, scale, causal, window, softcap, **_) -> _Problem:
-    (N, H, D), (pool, page, K, _), (B, pages) = q.shape, k_pages.shape, page_table.shape
-    return _Problem(
-        N=N,
-        H=H,
-        D=D,
-        K=K,
-        B=B,
-        pool=pool,
-        page=page,
-        pages=pages,
+def _plan(config: Config, *, q, k_pages, page_table, scale, causal, window, softcap, **_) -> _Plan:
+    letters = ("N", "H", "D", "pool", "page", "K", "D", "B", "pages")
+    return _Plan(
+        **dict(zip(letters, (*q.shape, *k_pages.shape, *page_table.shape), strict=True)),
         dtype=jnp.dtype(q.dtype),
         cache_dtype=jnp.dtype(k_pages.dtype),
         scale=scale,
         causal=causal,
         window=None if window is None else min(window, _FAR),
         softcap=softcap,
+        interpreted=_mosaic.interpreting(),
+        **dataclasses.asdict(config),
     )
 
 
 def why_not(**args) -> str | None:
     """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
-    x = _problem(**args)
+    x = _plan(Config(), **args)
     if x.dtype.name not in DTYPES:
         return f"q must be {_either(DTYPES)}, got {x.dtype.name}"
     if x.cache_dtype.name not in (x.dtype.name, FP8):
@@ -180,47 +177,47 @@ def _either(names) -> str:
 
 def default_config(**args) -> Config:
     """Two steps in flight, sized to leave room for several thread blocks per multiprocessor; not tuned."""
-    x = _problem(**args)
-    return Config(block_kv=64 if x.terms == 1 else {64: 32, 128: 32, 256: 16}[x.D], num_stages=2)
+    x = _plan(Config(), **args)
+    return Config(block_kv=64 if x.terms == 1 else 16 if x.D == 256 else 32, num_stages=2)
 
 
 def configs(**args) -> Iterator[Config]:
-    """Every configuration whose scratch fits into shared memory and whose accumulators fit into registers."""
-    x = _problem(**args)
-    for block_kv in (16, 32, 64, 128):
+    """Every configuration that fits shared memory and registers."""
+    for block_kv in BLOCKS:
         for num_stages in (2, 3, 4):
             config = Config(block_kv=block_kv, num_stages=num_stages)
-            if _illegal(x, config) is None:
+            if _illegal(_plan(config, **args)) is None:
                 yield config
 
 
-def _illegal(x: _Problem, config: Config) -> str | None:
-    if config.block_kv == 16 and (x.terms, x.D) != (3, 256):
-        return f"{config} is for float32 with head dim 256 only; use a block_kv of 32 or more"
-    used = _smem_bytes(_scratch(x, config))
+def _illegal(x: _Plan) -> str | None:
+    if x.block_kv == 16 and (x.terms, x.D) != (3, 256):
+        return f"block_kv=16 is for float32 with head dim 256 only, got {x.dtype.name} with {x.D}; use 32 or more"
+    most = 32 if x.terms == 3 else 64 if x.restage or x.D == 256 else 128  # beyond these ptxas spills registers
+    if x.block_kv > most:
+        kind = f"{x.dtype.name}, a {x.cache_dtype.name} cache and D={x.D}"
+        return f"block_kv must be at most {most} for {kind}, got {x.block_kv}"
+    used = _mosaic.smem_bytes(_scratch(x).values())
     if used > _mosaic.SMEM_BYTES:
-        return f"{config} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller blocks"
-    spread = config.block_kv if x.terms == 1 else 2 * config.block_kv + x.out_chunk
-    used = ROWS * (x.columns + spread) // 128
-    if used > MAX_ACCUMULATORS:
-        return f"{config} needs {used} registers for accumulators, more than {MAX_ACCUMULATORS}; use a smaller block_kv"
+        given = f"block_kv={x.block_kv}, num_stages={x.num_stages}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
     return None
 
 
 # ---------------------------------------------------------------- scratch memory
-def _scratch(x: _Problem, config: Config, *, interpreted: bool = False) -> dict[str, Any]:
+def _scratch(x: _Plan) -> dict[str, Any]:
     """Scratch of one thread block.
 
-    `rows` takes q's rows as TMA brings them, and the output on its way back; `q` is what wgmma reads. `k` and `v` are
-    rings of wgmma tiles, or of raw values that go through `tiles` when they are needed. `p` exists interpreted only.
+    `rows` takes q's rows as TMA brings them, and the output on its way back; wgmma reads `q_tile`. The rings hold
+    tiles for wgmma, or raw values that go through `tiles` when they are needed. `p_tile` exists interpreted only.
     """
-    swizzled = _mosaic.swizzled(_swizzle(config), bytes_per_value=2)
+    swizzled = _mosaic.swizzled(x.swizzle, bytes_per_value=2)
 
     def ring(columns):
-        shape = config.num_stages, config.block_kv, columns
+        shape = x.num_stages, x.block_kv, columns
         return plgpu.SMEM(shape, x.cache_dtype, transforms=() if x.restage else swizzled)
 
-    arrivals = plgpu.Barrier(num_arrivals=max(1, config.block_kv // x.page), num_barriers=config.num_stages)
+    arrivals = plgpu.Barrier(num_arrivals=max(1, x.block_kv // x.page), num_barriers=x.num_stages)
     scratch = {
         "rows": plgpu.SMEM((ROWS, x.columns), x.dtype),
         "q_tile": plgpu.SMEM((x.terms, ROWS, x.D), x.operand, transforms=swizzled),
@@ -231,21 +228,10 @@ def _scratch(x: _Problem, config: Config, *, interpreted: bool = False) -> dict[
         "v_bar": arrivals,
     }
     if x.restage:
-        scratch["tiles"] = plgpu.SMEM((x.terms, config.block_kv, x.D), x.operand, transforms=swizzled)
-    if interpreted:
-        scratch["p_tile"] = plgpu.SMEM((x.terms, ROWS, config.block_kv), x.operand)
+        scratch["tiles"] = plgpu.SMEM((x.terms, x.block_kv, x.D), x.operand, transforms=swizzled)
+    if x.interpreted:
+        scratch["p_tile"] = plgpu.SMEM((x.terms, ROWS, x.block_kv), x.operand)
     return scratch
-
-
-def _swizzle(config: Config) -> int:
-    """Bytes of a swizzle span of every tile; wgmma steps through the keys of P and V by as much."""
-    return min(128, 2 * config.block_kv)
-
-
-def _smem_bytes(scratch: dict[str, Any]) -> int:
-    """Shared memory of a scratch: every buffer starts at a multiple of 1024 bytes, one more holds the barriers."""
-    buffers = [s for s in scratch.values() if not isinstance(s, plgpu.Barrier)]
-    return 1024 + sum(-(-math.prod(s.shape) * jnp.dtype(s.dtype).itemsize // 1024) * 1024 for s in buffers)
 
 
 # ---------------------------------------------------------------- launch
@@ -258,30 +244,27 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     Raises:
         ValueError: `config` does not fit these shapes.
     """
-    x = _problem(**args)
-    reason = _illegal(x, config)
+    x = _plan(config, **args)
+    reason = _illegal(x)
     if reason is not None:
         raise ValueError(f"paged_attention: {reason}")
     inputs = {name: args[name] for name in ("q", "k_pages", "v_pages", "page_table", "lengths", "query_start")}
-    inputs |= {
-        name: jnp.asarray(args[name], f32).reshape(1)
-        for name in ("k_scale", "v_scale")
-        if args[name] is not None and x.restage
-    }
+    scales = {name: args[name] for name in ("k_scale", "v_scale") if args[name] is not None}
+    inputs |= {name: scale.astype(f32).reshape(1) for name, scale in scales.items()}
     if args["sinks"] is not None:
         inputs["sinks"] = _sink_rows(x, args["sinks"])
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.dtype)}
     if return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((x.grid[2], x.grid[1], ROWS), f32)
-    interpreted = _mosaic.interpreting()
+        outputs["sums"] = jax.ShapeDtypeStruct((x.grid[2], x.grid[1], 2, ROWS), f32)
 
     def body(*refs, **scratch):
-        _block(x, config, interpreted, _Refs({**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch}))
+        given = dict(zip((*inputs, *outputs), refs, strict=True))
+        _block(x, SimpleNamespace(**dict.fromkeys(OPTIONAL) | given | scratch))
 
-    o, *lse = plgpu.kernel(
+    o, *sums = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=_scratch(x, config, interpreted=interpreted),
+        scratch_types=_scratch(x),
         grid=x.grid,
         grid_names=("part", "chunk", "slot"),
         kernel_name="paged_attention",
@@ -290,7 +273,7 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
             reduction_scratch_bytes=0,  # row reductions stay within four lanes
         ),
     )(*inputs.values())
-    return (o, _lse_by_token(x, lse[0], args["query_start"])) if return_lse else o
+    return (o, _lse(x, sums[0], args["query_start"])) if return_lse else o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,27 +297,17 @@ class _Tile:
     """First column of V and o."""
 
 
-class _Refs:
-    """References of a kernel by name; optional ones are None."""
-
-    def __init__(self, refs: dict[str, Any]):
-        self._refs = refs
-
-    def __getattr__(self, name: str) -> Any:
-        return self._refs.get(name)
-
-
-def _row_token(x: _Problem, row):
+def _row_token(x: _Plan, row):
     """Token of a row, counted from the tile's first; rows that hold no pair get some number."""
     return lax.div(row, i32(x.block_g)) if x.token_major else lax.rem(row, i32(x.block_q))
 
 
-def _row_of(x: _Problem, token, head):
+def _row_of(x: _Plan, token, head):
     """Row of a token and head, both counted from the tile's first."""
     return token * x.block_g + head if x.token_major else head * x.block_q + token
 
 
-def _sink_rows(x: _Problem, sinks):
+def _sink_rows(x: _Plan, sinks):
     """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, ROWS]."""
     row = jnp.arange(ROWS)
     head = row % x.block_g if x.token_major else jnp.minimum(row // x.block_q, x.block_g - 1)
@@ -342,19 +315,21 @@ def _sink_rows(x: _Problem, sinks):
     return sinks.reshape(-1, x.block_g)[:, head]
 
 
-def _lse_by_token(x: _Problem, tiles, query_start):
-    """Row values [slots, chunks, ROWS] of all tiles as [N, H]; -inf for rows of no request."""
+@functools.partial(jax.jit, static_argnums=0)
+def _lse(x: _Plan, sums, query_start):
+    """Log-sum-exp [N, H] from maximum and sum of the rows of all tiles [slots, chunks, 2, ROWS]."""
     token, head = jnp.arange(x.N)[:, None], jnp.arange(x.H)[None]
     start = jnp.clip(query_start, 0, x.N)
-    b = jnp.clip(jnp.searchsorted(start, token, side="right") - 1, 0, x.B)
+    b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
     first = start[b]
     slot = first // x.block_q + b + (token - first) // x.block_q
     row = _row_of(x, (token - first) % x.block_q, head % x.block_g)
-    return jnp.where(b < x.B, tiles[slot, head // x.block_g, row], -jnp.inf)
+    m, total = (sums[slot, head // x.block_g, i, row] for i in range(2))
+    return jnp.where((b < x.B) & (total > 0), m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
 
 
 # ---------------------------------------------------------------- device code
-def _block(x: _Problem, config: Config, interpreted: bool, r: _Refs) -> None:
+def _block(x: _Plan, r: Any) -> None:
     """One thread block: find the tile's request, attend, store."""
     part, chunk, slot = (lax.axis_index(name) for name in ("part", "chunk", "slot"))
 
@@ -386,12 +361,12 @@ def _block(x: _Problem, config: Config, interpreted: bool, r: _Refs) -> None:
         head0=chunk * x.block_g,
         column0=part * x.columns,
     )
-    pl.when(tile.count > 0)(lambda: _attend(x, config, interpreted, r, tile))
+    pl.when(tile.count > 0)(lambda: _attend(x, r, tile))
 
 
-def _attend(x: _Problem, config: Config, interpreted: bool, r: _Refs, t: _Tile) -> None:
+def _attend(x: _Plan, r: Any, t: _Tile) -> None:
     """Online softmax over the tile's keys, sink, output."""
-    block_kv, num_stages = config.block_kv, config.num_stages
+    block_kv, num_stages = x.block_kv, x.num_stages
     low, high, full_low, full_high = _range(x, t)
     first = lax.div(low, i32(block_kv))
     last = jnp.where(high > low, lax.div(high + (block_kv - 1), i32(block_kv)), first)
@@ -408,7 +383,7 @@ def _attend(x: _Problem, config: Config, interpreted: bool, r: _Refs, t: _Tile) 
             for i in range(max(1, block_kv // x.page))
         ]
 
-    def fetch(pool, ring, bars, j, pages, columns):
+    def fetch(pool, ring, bars, columns, j, pages):
         to = lax.rem(j - first, i32(num_stages))
         rows = min(x.page, block_kv)
         offset = lax.rem(j * block_kv, i32(x.page)) if block_kv < x.page else 0
@@ -417,11 +392,8 @@ def _attend(x: _Problem, config: Config, interpreted: bool, r: _Refs, t: _Tile) 
                 pool.at[number, pl.ds(offset, rows), kv_head, columns], ring.at[to, pl.ds(i * rows, rows)], bars.at[to]
             )
 
-    def fetch_k(j, pages):
-        fetch(r.k_pages, r.k_ring, r.k_bar, j, pages, pl.ds(0, x.D))
-
-    def fetch_v(j, pages):
-        fetch(r.v_pages, r.v_ring, r.v_bar, j, pages, pl.ds(t.column0, x.columns))
+    fetch_k = functools.partial(fetch, r.k_pages, r.k_ring, r.k_bar, pl.ds(0, x.D))
+    fetch_v = functools.partial(fetch, r.v_pages, r.v_ring, r.v_bar, pl.ds(t.column0, x.columns))
 
     def prefetch(j):
         pages = page_numbers(j)
@@ -430,72 +402,51 @@ def _attend(x: _Problem, config: Config, interpreted: bool, r: _Refs, t: _Tile) 
 
     for i in range(num_stages):
         pl.when(first + i < last)(functools.partial(prefetch, first + i))
-    _load_q(x, config, r, t)
+    _load_q(x, r, t)
 
+    k_scale, v_scale = (None if scale is None else scale[0] for scale in (r.k_scale, r.v_scale))
     token = _row_token(x, plgpu.broadcasted_iota(i32, (ROWS, block_kv), 0, layout=ACC))
     column = plgpu.broadcasted_iota(i32, (ROWS, block_kv), 1, layout=ACC)
     sharp = (x.scale if x.softcap is None else x.softcap) * LOG2E
 
-    def step(j, carry, masked):
-        m, total, o = carry
+    def step(j, state, masked):
         at = lax.rem(j - first, i32(num_stages))
         more = j + num_stages < last
         ahead = page_numbers(jnp.minimum(j + num_stages, last - 1))
         plgpu.barrier_wait(r.k_bar.at[at])
-        k = _operand(x, config, r, r.k_ring.at[at], r.k_scale, None)
-        s = _scores(x, r, k, block_kv)
+        k = _operand(x, r, r.k_ring.at[at], k_scale, None)
+        s = _scores(x, r, k)
         pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         if masked:
             s = jnp.where(_visible(x, t.position + token, j * block_kv + column, t.length), s, -jnp.inf)
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
-        alpha = jnp.exp2(m - m_new)
-        p = jnp.exp2(s * sharp - _across(m_new, s))
-        total = total * alpha + jnp.sum(p, axis=1)
-        o = tuple(c * _across(alpha, c) for c in o)
+        (m, total, o), p = softmax.update(state, s, sharp)
         plgpu.barrier_wait(r.v_bar.at[at])
-        v = _operand(x, config, r, r.v_ring.at[at], r.v_scale, (j * block_kv, low, high) if masked else None)
-        o = _add_product(x, r, o, p, v, interpreted)
+        v = _operand(x, r, r.v_ring.at[at], v_scale, (j * block_kv, low, high) if masked else None)
+        o = _add_product(x, r, o, p, v)
         pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
-        return m_new, total, o
+        return m, total, o
 
-    carry = (
-        plgpu.layout_cast(jnp.full((ROWS,), FLOOR, f32), ROW),
-        plgpu.layout_cast(jnp.zeros((ROWS,), f32), ROW),
-        tuple(plgpu.layout_cast(jnp.zeros((ROWS, x.out_chunk), f32), ACC) for _ in range(x.columns // x.out_chunk)),
-    )
+    masked, plain = (functools.partial(step, masked=masked) for masked in (True, False))
+    state = softmax.start(ROWS, (x.out_chunk,) * (x.columns // x.out_chunk))
     if x.window is not None:
-        carry = lax.fori_loop(first, full_first, functools.partial(step, masked=True), carry)
-    carry = lax.fori_loop(
-        full_first if x.window is not None else first, full_last, functools.partial(step, masked=False), carry
-    )
-    m, total, o = lax.fori_loop(full_last, last, functools.partial(step, masked=True), carry)
+        state = lax.fori_loop(first, full_first, masked, state)
+    state = lax.fori_loop(full_first, full_last, plain, state)
+    state = lax.fori_loop(full_last, last, masked, state)
 
-    if r.lse is not None:
-        natural = jnp.where(total > 0, m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+    if r.sums is not None:
 
         @pl.when(t.part == 0)
         def _():
-            r.lse[t.slot, t.chunk] = natural
+            r.sums[t.slot, t.chunk, 0], r.sums[t.slot, t.chunk, 1] = state[:2]
 
     if r.sinks is not None:
-        sink = plgpu.load(r.sinks.at[t.chunk], layout=ROW, optimized=False)
-        m_new = jnp.maximum(m, sink)
-        alpha = jnp.exp2(m - m_new)
-        total = total * alpha + jnp.exp2(sink - m_new)
-        o = tuple(c * _across(alpha, c) for c in o)
-    inverse = 1 / jnp.where(total > 0, total, 1.0)
-    o = tuple(c * _across(inverse, c) for c in o)
-    _store(x, r, o, t)
+        state = softmax.with_sink(state, plgpu.load(r.sinks.at[t.chunk], layout=ROW, optimized=False))
+    _store(x, r, softmax.output(state), t)
 
 
-def _across(row, like):
-    """A value per row, repeated over the columns of `like`."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
-
-
-def _range(x: _Problem, t: _Tile):
+def _range(x: _Plan, t: _Tile):
     """Keys [low, high) that some row sees, and a range [full_low, full_high) that every row sees."""
     position, length, final = t.position, t.length, t.position + t.count - 1
     low, full_low, high, full_high = i32(0), i32(0), length, length
@@ -509,11 +460,9 @@ def _range(x: _Problem, t: _Tile):
     return low, jnp.maximum(high, 0), full_low, jnp.maximum(full_high, 0)
 
 
-def _visible(x: _Problem, position, key, length):
+def _visible(x: _Plan, position, key, length):
     """Pairs of a query position and a key that attend."""
-    visible = key < length
-    if x.causal:
-        visible &= key <= position
+    visible = key <= position if x.causal else key < length
     if x.window is not None:
         visible &= position - key < x.window
         if not x.causal:
@@ -521,7 +470,7 @@ def _visible(x: _Problem, position, key, length):
     return visible
 
 
-def _load_q(x: _Problem, config: Config, r: _Refs, t: _Tile) -> None:
+def _load_q(x: _Plan, r: Any, t: _Tile) -> None:
     """Bring the tile's rows of q into shared memory as wgmma reads them, split in terms."""
     for column in range(0, x.D, x.columns):
         columns = pl.ds(column, x.columns)
@@ -535,40 +484,19 @@ def _load_q(x: _Problem, config: Config, r: _Refs, t: _Tile) -> None:
                 plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(i * x.block_q, x.block_q)], r.rows_bar)
         plgpu.barrier_wait(r.rows_bar)
         for piece in range(0, x.columns, PIECE):
-            value = plgpu.load(r.rows.at[:, pl.ds(piece, PIECE)], layout=_strips(x.dtype, config))
-            for i, term in enumerate(_split(x, value)):
+            value = plgpu.load(r.rows.at[:, pl.ds(piece, PIECE)], layout=_mosaic.strips(x.dtype, x.swizzle))
+            for i, term in enumerate(softmax.split(value, x.terms, x.operand)):
                 r.q_tile[i, :, pl.ds(column + piece, PIECE)] = term
         plgpu.commit_smem()
 
 
-def _split(x: _Problem, value) -> list:
-    """16-bit terms whose sum is the value."""
-    terms = []
-    for _ in range(x.terms - 1):
-        term = value.astype(x.operand)
-        terms.append(term)
-        value = value - term.astype(f32)
-    return [*terms, value.astype(x.operand)]
-
-
-def _strips(dtype, config: Config):
-    """Registers of a block between plain memory and a swizzled tile: 16 bytes of a swizzle span per lane."""
-    values = 16 // max(2, jnp.dtype(dtype).itemsize)
-    span = _swizzle(config) // 2
-    rows = 32 * values // span
-    side_by_side = span < 32  # four warps on 64 columns, else on consecutive rows
-    block = (rows, 4 * span) if side_by_side else (4 * rows, span)
-    tiling = plgpu.Tiling((block, (rows, span), (values,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-4 if side_by_side else -5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-def _operand(x: _Problem, config: Config, r: _Refs, raw, scale, bounds) -> Callable[[int], Any]:
+def _operand(x: _Plan, r: Any, raw, scale, bounds) -> Callable[[Any], Any]:
     """Term -> tile of a block for wgmma, converted if need be.
 
     `bounds` (block start, low, high) names the keys that some row sees; the others are made zero, because a product
     with P = 0 would let their NaN through.
     """
-    (rows, columns), layout = raw.shape, _strips(raw.dtype, config)
+    (rows, columns), layout = raw.shape, _mosaic.strips(raw.dtype, x.swizzle)
     pieces = [pl.ds(column, PIECE) for column in range(0, columns, PIECE)]
 
     def cleared(value):
@@ -582,8 +510,8 @@ def _operand(x: _Problem, config: Config, r: _Refs, raw, scale, bounds) -> Calla
         for piece in pieces:
             value = plgpu.load(raw.at[:, piece], layout=layout).astype(f32)
             if scale is not None:
-                value = value * scale[0]
-            for i, term in enumerate(_split(x, cleared(value.astype(x.dtype)))):
+                value = value * scale
+            for i, term in enumerate(softmax.split(cleared(value.astype(x.dtype)), x.terms, x.operand)):
                 r.tiles[i, :, piece] = term
         plgpu.commit_smem()
         return lambda i: r.tiles.at[i]
@@ -599,7 +527,7 @@ def _operand(x: _Problem, config: Config, r: _Refs, raw, scale, bounds) -> Calla
     return lambda _: raw
 
 
-def _scores(x: _Problem, r: _Refs, k: Callable[[int], Any], block_kv: int):
+def _scores(x: _Plan, r: Any, k: Callable[[Any], Any]):
     """Unscaled scores, float32 [ROWS, block_kv]."""
 
     def product(acc):
@@ -607,32 +535,27 @@ def _scores(x: _Problem, r: _Refs, k: Callable[[int], Any], block_kv: int):
             plgpu.wgmma(acc, r.q_tile.at[0], k(0).T)
         else:  # a loop: unrolled, the addresses of all operands would wait in registers
 
-            @pl.loop(0, len(SPLIT))
+            @pl.loop(0, len(PRODUCTS))
             def _(n):
-                a, b = (_lookup([pair[i] for pair in SPLIT], n) for i in range(2))
+                a, b = (softmax.lookup(terms, n) for terms in zip(*PRODUCTS, strict=True))
                 plgpu.wgmma(acc, r.q_tile.at[a], k(b).T)
 
         return acc[...]
 
-    return pl.run_scoped(product, _mosaic.ACC((ROWS, block_kv), f32))
+    return pl.run_scoped(product, _mosaic.ACC((ROWS, x.block_kv), f32))
 
 
-def _lookup(digits: list[int], n):
-    """digits[n] for an index known on the device only; every digit is less than 4."""
-    return lax.shift_right_logical(i32(sum(d << 2 * i for i, d in enumerate(digits))), 2 * n) & 3
-
-
-def _add_product(x: _Problem, r: _Refs, o: tuple, p, v: Callable[[int], Any], interpreted: bool) -> tuple:
+def _add_product(x: _Plan, r: Any, o: tuple, p, v: Callable[[Any], Any]) -> tuple:
     """Each chunk of o plus P times its columns of V."""
-    terms = _split(x, p)
-    if interpreted:  # the interpreter multiplies what is in shared memory only
+    terms = softmax.split(p, x.terms, x.operand)
+    if x.interpreted:  # the interpreter multiplies what is in shared memory only
         for i, term in enumerate(terms):
             r.p_tile[i] = term
         plgpu.commit_smem()
         terms = [r.p_tile.at[i] for i in range(x.terms)]
 
     def product(acc, columns):
-        for a, b in SPLIT if x.terms == 3 else ((0, 0),):
+        for a, b in PRODUCTS if x.terms == 3 else ((0, 0),):
             plgpu.wgmma(acc, terms[a], v(b).at[:, columns])
 
     def fresh(acc, columns):
@@ -642,7 +565,7 @@ def _add_product(x: _Problem, r: _Refs, o: tuple, p, v: Callable[[int], Any], in
     out = []
     for i, chunk in enumerate(o):
         columns = pl.ds(i * x.out_chunk, x.out_chunk)
-        if interpreted or x.terms == 3:  # a sum per block: wgmma truncates, this addition rounds
+        if x.interpreted or x.terms == 3:  # a sum per block: wgmma truncates, this addition rounds
             chunk = chunk + pl.run_scoped(functools.partial(fresh, columns=columns), _mosaic.ACC(chunk.shape, f32))
         else:
             chunk = pl.run_state(functools.partial(product, columns=columns))(_mosaic.ACC.init(chunk))
@@ -650,7 +573,7 @@ def _add_product(x: _Problem, r: _Refs, o: tuple, p, v: Callable[[int], Any], in
     return tuple(out)
 
 
-def _store(x: _Problem, r: _Refs, o: tuple, t: _Tile) -> None:
+def _store(x: _Plan, r: Any, o: tuple, t: _Tile) -> None:
     """Write the rows of the tile's tokens; what follows them belongs to the next request."""
     for i, chunk in enumerate(o):
         r.rows[:, pl.ds(i * x.out_chunk, x.out_chunk)] = chunk.astype(x.dtype)
@@ -671,6 +594,7 @@ def _store(x: _Problem, r: _Refs, o: tuple, t: _Tile) -> None:
         for i in range(x.block_q):
             pl.when(i < t.count)(functools.partial(token, i))
     else:
-        pl.when(t.count == x.block_q)(lambda: tokens(0, x.block_q))
-        pl.when(t.count < x.block_q)(lambda: pl.loop(0, t.count)(lambda i: tokens(i, 1)))
+        full = t.count == x.block_q
+        pl.when(full)(lambda: tokens(0, x.block_q))
+        lax.fori_loop(0, jnp.where(full, 0, t.count), lambda i, _: tokens(i, 1), None)
     plgpu.wait_smem_to_gmem(0)
