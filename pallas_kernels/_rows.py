@@ -78,6 +78,15 @@ def check_rows(rows: int) -> None:
         raise ValueError(f"{rows=} must be a positive multiple of {_WARPS}, one row for each warp")
 
 
+def padded(x: jax.Array, D: int, vec: int) -> jax.Array:
+    """One number a row `[..., N]`, lengthened with zeros to whole smallest tiles.
+
+    A kernel reads and writes such numbers straight, also in the tile that N cuts short: a one-dimensional TMA copy does
+    not clip on the card (jax 0.11.2; interpreted it does).
+    """
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % smallest(D, vec))])
+
+
 def choices(D: int, vec: int, most: int = _ELEMENTS) -> tuple[int, ...]:
     """Legal tile heights from the smallest on, in powers of two, with at most `most` elements a tile (at least one)."""
     least = smallest(D, vec)
@@ -104,32 +113,32 @@ class Tile:
     clipped: bool
 
     def load(self, ref: Any) -> jax.Array:
-        """`ref` [N, D] or [N] in global memory -> [rows, D] or [rows] in registers; clipped rows hold anything."""
+        """`ref` [N, 1, D], or [N] if `padded`, -> [rows, D] or [rows] in registers; clipped rows hold anything."""
         where = ref.at[pl.ds(self.start, self.rows)]
         flat = len(ref.shape) == 1
         tiled = layout(self.D, self.vec)
         kind = tiled.reduce(1) if flat else tiled
-        if not self.clipped:
+        if flat or not self.clipped:
             return plgpu.load(where if flat else where.at[:, 0], layout=kind, optimized=False)
 
         def fetch(smem, barrier):
             plgpu.copy_gmem_to_smem(where, smem, barrier)
             plgpu.barrier_wait(barrier)
-            return plgpu.load(smem if flat else smem.at[:, 0], layout=kind, optimized=False)
+            return plgpu.load(smem.at[:, 0], layout=kind, optimized=False)
 
         return pl.run_scoped(fetch, plgpu.SMEM((self.rows, *ref.shape[1:]), ref.dtype), plgpu.Barrier())
 
     def store(self, ref: Any, value: jax.Array) -> None:
-        """Write [rows, D] or [rows] to `ref`, cast to its dtype; clipped rows are not written."""
+        """Write [rows, D] or [rows] to `ref` as `load` reads it, cast to its dtype; clipped rows are not written."""
         where = ref.at[pl.ds(self.start, self.rows)]
         value = value.astype(ref.dtype)
         flat = len(ref.shape) == 1
-        if not self.clipped:
+        if flat or not self.clipped:
             ref[pl.ds(self.start, self.rows) if flat else (pl.ds(self.start, self.rows), 0)] = value
             return
 
         def put(smem):
-            smem[... if flat else (slice(None), 0)] = value
+            smem[:, 0] = value
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem, where)
             plgpu.wait_smem_to_gmem(0)

@@ -53,7 +53,8 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
     rows, vec = B * H, _rows.vector(o.dtype)
     if reason := _rows.why_not_rows(config.rows, D, vec):
         raise ValueError(f"combine_partials: {reason}")
-    out_type = [jax.ShapeDtypeStruct((rows, 1, D), o.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)]
+    lse = _rows.padded(lse.reshape(N, rows), D, vec)
+    out_type = [jax.ShapeDtypeStruct((rows, 1, D), o.dtype), jax.ShapeDtypeStruct(lse.shape[1:], jnp.float32)]
     if return_corrected:
         out_type.append(jax.ShapeDtypeStruct((N, rows, 1, D), o.dtype))
     exp, log = (jnp.exp, jnp.log) if base == "e" else (jnp.exp2, jnp.log2)
@@ -80,8 +81,7 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
             o = o + part
         tile.store(outs[0], o)
 
-    lse = jnp.pad(lse.reshape(N, rows), ((0, 0), (0, -rows % 4)))  # TMA wants rows of whole 16 bytes
     inputs = [o.reshape(N, rows, 1, D), lse]
     done = _rows.launch(process, inputs, out_type, N=rows, D=D, vec=vec, rows=config.rows, name="combine_partials")
-    outputs = done[0].reshape(B, H, D), done[1].reshape(B, H)
+    outputs = done[0].reshape(B, H, D), done[1][:rows].reshape(B, H)
     return (*outputs, done[2].reshape(N, B, H, D)) if return_corrected else outputs

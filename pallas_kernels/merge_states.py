@@ -50,13 +50,14 @@ def merge_states(*, config: Config, prefix_o, prefix_lse, suffix_o, suffix_lse, 
     N, vec = T * H, _rows.vector(prefix_o.dtype)
     if reason := _rows.why_not_rows(config.rows, D, vec):
         raise ValueError(f"merge_states: {reason}")
-    inputs = [prefix_o.reshape(N, 1, D), prefix_lse.reshape(N), suffix_o.reshape(N, 1, D), suffix_lse.reshape(N)]
+    lses = [_rows.padded(x.reshape(N), D, vec) for x in (prefix_lse, suffix_lse)]
+    inputs = [prefix_o.reshape(N, 1, D), lses[0], suffix_o.reshape(N, 1, D), lses[1]]
     if out_scale is not None:
         inputs.append(out_scale.astype(jnp.float32).reshape(1))
     o_type = prefix_o.dtype if out_scale is None else jnp.float8_e4m3fn
     out_type = [jax.ShapeDtypeStruct((N, 1, D), o_type)]
     if return_lse:
-        out_type.append(jax.ShapeDtypeStruct((N,), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct(lses[0].shape, jnp.float32))
 
     def process(tile: _rows.Tile, p_ref, p_lse_ref, s_ref, s_lse_ref, *refs):
         scale_ref, outs = (refs[0], refs[1:]) if out_scale is not None else (None, refs)
@@ -82,4 +83,4 @@ def merge_states(*, config: Config, prefix_o, prefix_lse, suffix_o, suffix_lse, 
 
     done = _rows.launch(process, inputs, out_type, N=N, D=D, vec=vec, rows=config.rows, name="merge_states")
     o = done[0].reshape(T, H, D)
-    return (o, done[1].reshape(T, H)) if return_lse else o
+    return (o, done[1][:N].reshape(T, H)) if return_lse else o
