@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from pallas_kernels import _mosaic
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_SECONDS = 10
+PROCESSES = 2
 PROGRAMS = [
     f"{m.name}/{kernel}/{kind}/{label}"
     for m in registry.MECHANISMS
@@ -71,7 +73,12 @@ def compile_programs(function, names):
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        return {record.name: record for record in _mosaic.compile_report(f"test_compile:{function}", names)}
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            reports = pool.map(
+                lambda some: _mosaic.compile_report(f"test_compile:{function}", some),
+                [names[i::PROCESSES] for i in range(PROCESSES)],
+            )
+        return {record.name: record for report in reports for record in report}
 
 
 def cannot_compile():
