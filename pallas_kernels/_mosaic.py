@@ -121,6 +121,18 @@ def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
     return inline(div_rn)(plgpu.layout_cast(x, layout), plgpu.layout_cast(y, layout))
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Write all of `ref`, in global memory, in whatever layout `value` has.
+
+    From jax 0.12 on a plain assignment insists on whole 32-byte sectors; before, it took any layout.
+    """
+    unplanned = getattr(plgpu, "store", None)
+    if unplanned is None:
+        ref[...] = value
+    else:
+        unplanned(ref, value, optimized=False)
+
+
 # ---------------------------------------------------------------- device facts
 def why_not_here() -> str | None:
     """None if Mosaic kernels can run in this process (GPU, interpreted, or being compiled for one), else why not."""

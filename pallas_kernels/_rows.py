@@ -134,7 +134,7 @@ class Tile:
         value = value.astype(ref.dtype)
         flat = len(ref.shape) == 1
         if flat or not self.clipped:
-            ref[pl.ds(self.start, self.rows) if flat else (pl.ds(self.start, self.rows), 0)] = value
+            _mosaic.store(where if flat else where.at[:, 0], value)
             return
 
         def put(smem):

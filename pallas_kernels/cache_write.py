@@ -154,7 +154,7 @@ def _write_heads(new, page, scale_page) -> None:
         layout = _rows.layout(D, vec)
         x = plgpu.load(new, layout=layout, optimized=False).astype(jnp.float32)
         scale, inverse = _scale(jnp.max(jnp.abs(x), axis=1), limit, layout.reduce(1))
-        scale_page[...] = scale
+        _mosaic.store(scale_page, scale)
         page[...] = quantize(x * lax.broadcast_in_dim(inverse, (K, D), [0]))
         return
     while D % (_THREADS * vec):
