@@ -30,6 +30,14 @@ def table(mechanism: Mechanism) -> str:
     return "\n".join(lines)
 
 
+def folded(mechanism: Mechanism) -> str:
+    """The same table behind one line that counts its rows."""
+    rows = [explain(mechanism, on_target=True, **args).reasons for _, args in mechanism.support]
+    counts = [f"{name} {sum(reasons[name] is None for reasons in rows)}" for name in rows[0]]
+    summary = f"{mechanism.name}: of {len(rows)} rows {', '.join(counts)}"
+    return f"<details><summary>{summary}</summary>\n\n{table(mechanism)}\n\n</details>"
+
+
 def insert(text: str, tables: str, page: str) -> str:
     """`text` with what stands between the two markers replaced.
 
@@ -46,12 +54,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
     check = parser.parse_args(arguments).check
-    pages = {"README.md": MECHANISMS} | {mechanism.docs: (mechanism,) for mechanism in MECHANISMS}
+    pages = {"README.md": "\n\n".join(map(folded, MECHANISMS))} | {m.docs: table(m) for m in MECHANISMS}
     stale = []
-    for page, mechanisms in pages.items():
+    for page, tables in pages.items():
         path = root / page
         old = path.read_text("utf-8")
-        new = insert(old, "\n\n".join(map(table, mechanisms)), page)
+        new = insert(old, tables, page)
         if old != new:
             stale.append(page)
             if not check:

@@ -40,6 +40,12 @@ def test_links_lead_somewhere(page):
     assert [t for t in local if not ((ROOT / page).parent / t).exists()] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_every_mechanism_is_named(page):
+    text = (ROOT / page).read_text("utf-8")
+    assert [m.name for m in MECHANISMS if f"{Path(m.docs).name})" not in text] == []
+
+
 # ---------------------------------------------------------------- support tables
 @pytest.fixture
 def copy(tmp_path):
