@@ -1,8 +1,9 @@
-"""Division that is rounded to nearest even whatever the compiler makes of `/`.
+"""Division and conversion that round to nearest even whatever the compiler makes of them.
 
 XLA turns division by a constant or a broadcast number into a product with its reciprocal, and on GPUs `/` compiles to
 `div.full`; both are off by up to two units in the last place. That is enough to move a number across the border between
-two codes, or to change the bits of a scale.
+two codes, or to change the bits of a scale. And XLA for GPUs leaves the rounding out where a value only passes through
+a narrower type ("excess precision").
 """
 
 import jax
@@ -12,6 +13,11 @@ from jax import lax
 _SPLIT = 4097.0
 """2^12 + 1: Veltkamp's constant for 24-bit mantissas."""
 _SMALL, _LARGE = 2.0**-60, 2.0**60
+
+
+def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`x` rounded to `dtype`, in the dtype of `x`."""
+    return lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
 def divide(x: jax.Array, y: jax.Array | float) -> jax.Array:

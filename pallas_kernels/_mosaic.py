@@ -42,9 +42,9 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 """Accumulator of wgmma."""
 
 
-def swizzled(span_bytes: int, *, bytes_per_value: int) -> tuple[Any, ...]:
-    """Transforms of a wgmma operand in shared memory: tiles of 8 rows by one swizzle span of 32, 64 or 128 bytes."""
-    tiling = plgpu.TilingTransform((8, span_bytes // bytes_per_value))  # pyright: ignore[reportAbstractUsage]
+def swizzled(span_bytes: int, *, bytes_per_value: int, rows: int = 8) -> tuple[Any, ...]:
+    """Transforms in shared memory: tiles of 8 rows, as wgmma wants them, by a swizzle span of 32, 64 or 128 bytes."""
+    tiling = plgpu.TilingTransform((rows, span_bytes // bytes_per_value))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(span_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
@@ -59,6 +59,12 @@ def strips(dtype: Any, span_bytes: int) -> Any:
     side_by_side = span < 32  # the four warps on 64 columns, else on consecutive rows
     tiling = plgpu.Tiling(((rows, 4 * span) if side_by_side else (4 * rows, span), (rows, span), (values,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4 if side_by_side else -5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def either(names: Iterable[Any]) -> str:
+    """`a, b or c`, for messages."""
+    *rest, last = map(str, names)
+    return f"{', '.join(rest)} or {last}"
 
 
 def smem_bytes(scratch: Iterable[Any]) -> int:

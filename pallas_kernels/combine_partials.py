@@ -56,7 +56,8 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
     lse = _rows.padded(lse.reshape(N, rows), D, vec)
     out_type = [jax.ShapeDtypeStruct((rows, 1, D), o.dtype), jax.ShapeDtypeStruct(lse.shape[1:], jnp.float32)]
     if return_corrected:
-        out_type.append(jax.ShapeDtypeStruct((N, rows, 1, D), o.dtype))
+        # padded: a TMA copy knows the ranks' rows as one dimension and would run on into the next rank
+        out_type.append(jax.ShapeDtypeStruct((N, *lse.shape[1:], 1, D), o.dtype))
     exp, log = (jnp.exp, jnp.log) if base == "e" else (jnp.exp2, jnp.log2)
 
     def process(tile: _rows.Tile, o_ref, lse_ref, *outs):
@@ -84,4 +85,4 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
     inputs = [o.reshape(N, rows, 1, D), lse]
     done = _rows.launch(process, inputs, out_type, N=rows, D=D, vec=vec, rows=config.rows, name="combine_partials")
     outputs = done[0].reshape(B, H, D), done[1][:rows].reshape(B, H)
-    return (*outputs, done[2].reshape(N, B, H, D)) if return_corrected else outputs
+    return (*outputs, done[2][:, :rows].reshape(N, B, H, D)) if return_corrected else outputs

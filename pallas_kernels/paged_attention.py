@@ -4,14 +4,10 @@ A thread block computes one tile of 64 rows: `block_q` consecutive tokens of one
 that share a KV head. It walks over the blocks of `block_kv` keys that some row may see, fetched page by page by TMA
 into a ring of `num_stages` slots, with an online softmax in base 2 between two wgmma products.
 
-Precision of the products, accumulated in float32 throughout:
-
-* bfloat16, float16: operands as they are, P rounded to the dtype of q.
-* float8_e4m3fn cache: codes are multiplied with the scale in float32, rounded to q's dtype and stored again in shared
-  memory, where wgmma reads them.
-* float32: every operand is split in three bfloat16 terms and the six largest of the nine products are added, smallest
-  first; what is dropped is about 2**-24 of a product. Together with wgmma's truncating accumulation within a block
-  this is about 2**-20, not TF32.
+Products accumulate in float32. bfloat16 and float16 operands stay as they are, P is rounded to the dtype of q. Codes of
+a float8_e4m3fn cache times the scale are rounded to q's dtype on their way into wgmma's tiles. float32 operands are
+split in three bfloat16 terms and the six largest of nine products are added, smallest first: what is dropped is about
+2**-24 of a product, with wgmma's truncating accumulation within a block about 2**-20; it is not TF32.
 """
 
 import dataclasses
@@ -57,7 +53,7 @@ class Config:
 
     def __post_init__(self):
         if self.block_kv not in BLOCKS:
-            raise ValueError(f"block_kv must be {_either(BLOCKS)}, got {self.block_kv}")
+            raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
 
@@ -129,6 +125,11 @@ class _Plan:
         return min(self.D, 128) if self.restage else self.D
 
     @property
+    def row_piece(self) -> int:
+        """Columns of one buffer of rows; compiled, loads from a second swizzle span of 128 bytes are wrong (0.11.2)."""
+        return self.columns if self.columns > 128 else PIECE
+
+    @property
     def out_chunk(self) -> int:
         """Columns of o per accumulator; float32 needs a second one of the same size."""
         return 64 if self.terms == 3 else self.columns
@@ -158,27 +159,23 @@ def why_not(**args) -> str | None:
     """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
     x = _plan(Config(), **args)
     if x.dtype.name not in DTYPES:
-        return f"q must be {_either(DTYPES)}, got {x.dtype.name}"
+        return f"q must be {_mosaic.either(DTYPES)}, got {x.dtype.name}"
     if x.cache_dtype.name not in (x.dtype.name, FP8):
-        return f"the cache must be {_either((x.dtype.name, FP8))}, got {x.cache_dtype.name}"
+        return f"the cache must be {_mosaic.either((x.dtype.name, FP8))}, got {x.cache_dtype.name}"
     if x.D not in HEAD_DIMS:
-        return f"the head dim must be {_either(HEAD_DIMS)}, got {x.D}"
+        return f"the head dim must be {_mosaic.either(HEAD_DIMS)}, got {x.D}"
     if x.page not in PAGES:
-        return f"the page size must be {_either(PAGES)}, got {x.page}"
+        return f"the page size must be {_mosaic.either(PAGES)}, got {x.page}"
     if 0 in (x.N, x.B, x.pages):
         return f"needs a query row, a request and a table column, got N={x.N}, B={x.B} and {x.pages} columns"
     return None
 
 
-def _either(names) -> str:
-    *rest, last = map(str, names)
-    return f"{', '.join(rest)} or {last}"
-
-
 def default_config(**args) -> Config:
     """Two steps in flight, sized to leave room for several thread blocks per multiprocessor; not tuned."""
     x = _plan(Config(), **args)
-    return Config(block_kv=64 if x.terms == 1 else 16 if x.D == 256 else 32, num_stages=2)
+    wide = x.D == 256
+    return Config(block_kv=(32 if wide else 64) if x.terms == 1 else 16 if wide else 32, num_stages=2)
 
 
 def configs(**args) -> Iterator[Config]:
@@ -195,10 +192,8 @@ def _illegal(x: _Plan) -> str | None:
         return f"block_kv=16 is for float32 with head dim 256 only, got {x.dtype.name} with {x.D}; use 32 or more"
     most = 32 if x.terms == 3 else 64 if x.restage or x.D == 256 else 128  # beyond these ptxas spills registers
     if x.block_kv > most:
-        kind = f"{x.dtype.name}, a {x.cache_dtype.name} cache and D={x.D}"
-        return f"block_kv must be at most {most} for {kind}, got {x.block_kv}"
-    used = _mosaic.smem_bytes(_scratch(x).values())
-    if used > _mosaic.SMEM_BYTES:
+        return f"block_kv must be at most {most} for {x.dtype.name} on {x.cache_dtype.name} of {x.D}, got {x.block_kv}"
+    if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
         given = f"block_kv={x.block_kv}, num_stages={x.num_stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
     return None
@@ -218,12 +213,14 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         return plgpu.SMEM(shape, x.cache_dtype, transforms=() if x.restage else swizzled)
 
     arrivals = plgpu.Barrier(num_arrivals=max(1, x.block_kv // x.page), num_barriers=x.num_stages)
+    # named, or Mosaic looks for them long; wider rows stay plain
+    spans = _mosaic.swizzled(128, bytes_per_value=x.dtype.itemsize, rows=1) if x.row_piece == PIECE else ()
     scratch = {
-        "rows": plgpu.SMEM((ROWS, x.columns), x.dtype),
+        "rows": plgpu.SMEM((x.columns // x.row_piece, ROWS, x.row_piece), x.dtype, transforms=spans),
         "q_tile": plgpu.SMEM((x.terms, ROWS, x.D), x.operand, transforms=swizzled),
         "k_ring": ring(x.D),
         "v_ring": ring(x.columns),
-        "rows_bar": plgpu.Barrier(num_arrivals=min(x.block_q, x.block_g)),
+        "rows_bar": plgpu.Barrier(num_arrivals=min(x.block_q, x.block_g) * (x.columns // x.row_piece)),
         "k_bar": arrivals,
         "v_bar": arrivals,
     }
@@ -245,8 +242,7 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         ValueError: `config` does not fit these shapes.
     """
     x = _plan(config, **args)
-    reason = _illegal(x)
-    if reason is not None:
+    if reason := _illegal(x):
         raise ValueError(f"paged_attention: {reason}")
     inputs = {name: args[name] for name in ("q", "k_pages", "v_pages", "page_table", "lengths", "query_start")}
     scales = {name: args[name] for name in ("k_scale", "v_scale") if args[name] is not None}
@@ -278,23 +274,22 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """What a thread block computes, as scalars on the device."""
+    """What a thread block computes, as scalars on the device.
+
+    `count` tokens (at most block_q) from row `token0` of q on, the first at `position` among the request's `length`
+    keys, with the heads from `head0` on and the columns of V and o from `column0` on.
+    """
 
     part: Any
     chunk: Any
     slot: Any
     request: Any
     length: Any
-    """Keys of the request."""
     token0: Any
-    """Row of q of the first token."""
     count: Any
-    """Tokens; at most block_q."""
     position: Any
-    """Position of the first token among the keys."""
     head0: Any
     column0: Any
-    """First column of V and o."""
 
 
 def _row_token(x: _Plan, row):
@@ -395,13 +390,12 @@ def _attend(x: _Plan, r: Any, t: _Tile) -> None:
     fetch_k = functools.partial(fetch, r.k_pages, r.k_ring, r.k_bar, pl.ds(0, x.D))
     fetch_v = functools.partial(fetch, r.v_pages, r.v_ring, r.v_bar, pl.ds(t.column0, x.columns))
 
-    def prefetch(j):
-        pages = page_numbers(j)
+    def prefetch(j, pages):
         fetch_k(j, pages)
         fetch_v(j, pages)
 
     for i in range(num_stages):
-        pl.when(first + i < last)(functools.partial(prefetch, first + i))
+        pl.when(first + i < last)(lambda j=first + i: prefetch(j, page_numbers(j)))
     _load_q(x, r, t)
 
     k_scale, v_scale = (None if scale is None else scale[0] for scale in (r.k_scale, r.v_scale))
@@ -472,19 +466,22 @@ def _visible(x: _Plan, position, key, length):
 
 def _load_q(x: _Plan, r: Any, t: _Tile) -> None:
     """Bring the tile's rows of q into shared memory as wgmma reads them, split in terms."""
+    width = x.row_piece
     for column in range(0, x.D, x.columns):
-        columns = pl.ds(column, x.columns)
-        if x.token_major:
-            for i in range(x.block_q):
-                source = r.q.at[jnp.minimum(t.token0 + i, x.N - 1), pl.ds(t.head0, x.block_g), columns]
-                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(i * x.block_g, x.block_g)], r.rows_bar)
-        else:
-            for i in range(x.block_g):
-                source = r.q.at[pl.ds(t.token0, x.block_q), t.head0 + i, columns]
-                plgpu.copy_gmem_to_smem(source, r.rows.at[pl.ds(i * x.block_q, x.block_q)], r.rows_bar)
+        for n in range(x.columns // width):
+            rows, columns = r.rows.at[n], pl.ds(column + n * width, width)
+            copies, size = sorted((x.block_q, x.block_g))
+            for i in range(copies):
+                at = pl.ds(t.token0, x.block_q), t.head0 + i
+                if x.token_major:
+                    at = jnp.minimum(t.token0 + i, x.N - 1), pl.ds(t.head0, x.block_g)
+                plgpu.copy_gmem_to_smem(r.q.at[*at, columns], rows.at[pl.ds(i * size, size)], r.rows_bar)
         plgpu.barrier_wait(r.rows_bar)
         for piece in range(0, x.columns, PIECE):
-            value = plgpu.load(r.rows.at[:, pl.ds(piece, PIECE)], layout=_mosaic.strips(x.dtype, x.swizzle))
+            rows = r.rows.at[piece // width]
+            if width > PIECE:
+                rows = rows.at[:, pl.ds(piece % width, PIECE)]
+            value = plgpu.load(rows, layout=_mosaic.strips(x.dtype, x.swizzle), optimized=x.swizzle == 128)
             for i, term in enumerate(softmax.split(value, x.terms, x.operand)):
                 r.q_tile[i, :, pl.ds(column + piece, PIECE)] = term
         plgpu.commit_smem()
@@ -575,13 +572,16 @@ def _add_product(x: _Plan, r: Any, o: tuple, p, v: Callable[[Any], Any]) -> tupl
 
 def _store(x: _Plan, r: Any, o: tuple, t: _Tile) -> None:
     """Write the rows of the tile's tokens; what follows them belongs to the next request."""
+    width = x.row_piece
     for i, chunk in enumerate(o):
-        r.rows[:, pl.ds(i * x.out_chunk, x.out_chunk)] = chunk.astype(x.dtype)
+        for column in range(0, x.out_chunk, width):
+            r.rows[(i * x.out_chunk + column) // width] = chunk[:, column : column + width].astype(x.dtype)
     plgpu.commit_smem()
 
     def copy(row, rows, tokens, heads):
-        target = r.o.at[tokens, heads, pl.ds(t.column0, x.columns)]
-        plgpu.copy_smem_to_gmem(r.rows.at[pl.ds(row, rows)], target)
+        for n in range(x.columns // width):
+            target = r.o.at[tokens, heads, pl.ds(t.column0 + n * width, width)]
+            plgpu.copy_smem_to_gmem(r.rows.at[n, pl.ds(row, rows)], target)
 
     def token(i):
         copy(i * x.block_g, x.block_g, t.token0 + i, pl.ds(t.head0, x.block_g))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxattn import paged_attention
-from jaxattn.ops.paged_attention import MECHANISM, make_inputs
+from jaxattn.ops._paged_attention_cases import make_inputs
+from jaxattn.ops.paged_attention import MECHANISM
 from pallas_kernels import _mosaic
 from pallas_kernels import paged_attention as mosaic
 
@@ -321,7 +322,7 @@ def test_configurations_that_cannot_be():
         (
             {"dtype": "float32"},
             {"block_kv": 64},
-            "block_kv must be at most 32 for float32, a float32 cache and D=128, got 64",
+            "block_kv must be at most 32 for float32 on float32 of 128, got 64",
         ),
         (
             {},
