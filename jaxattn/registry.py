@@ -7,9 +7,17 @@ from jaxattn._mechanism import Explanation, Mechanism
 from jaxattn.ops import (
     cache_write,
     combine_partials,
+    hadamard_transform,
     merge_states,
     paged_attention,
+    quantize_fp8,
+    quantize_int8,
+    quantize_mx,
+    rms_norm_quant,
+    scaled_matmul,
+    silu_mul_quant,
     softmax_scale,
+    weight_only_matmul,
     window_cache,
 )
 
@@ -20,6 +28,14 @@ MECHANISMS: tuple[Mechanism, ...] = (
     combine_partials.MECHANISM,
     window_cache.MECHANISM,
     softmax_scale.MECHANISM,
+    quantize_fp8.MECHANISM,
+    quantize_int8.MECHANISM,
+    quantize_mx.MECHANISM,
+    hadamard_transform.MECHANISM,
+    rms_norm_quant.MECHANISM,
+    silu_mul_quant.MECHANISM,
+    scaled_matmul.MECHANISM,
+    weight_only_matmul.MECHANISM,
 )
 
 

@@ -39,7 +39,7 @@ def rotate(x: Float[Array, "... M"], group: int | None = None) -> Float[Array, "
         y = jnp.stack([a + b, a - b], -2).reshape(y.shape)
         half *= 2
     root = lax.optimization_barrier(jnp.asarray(group**-0.5, y.dtype))
-    return (y * root).reshape(x.shape).astype(x.dtype)
+    return p.rounded((y * root).reshape(x.shape), x.dtype)
 
 
 def quantize(

@@ -34,13 +34,13 @@ def grid(
     high, low = parts.max(1), parts.min(1)
     if symmetric:
         half = 2.0 ** (bits - 1)
-        up, down = (jnp.abs(p.divide(x, y).astype(w.dtype)) for x, y in ((high, half - 1), (low, -half)))
+        up, down = (jnp.abs(p.rounded(p.divide(x, y), w.dtype)) for x, y in ((high, half - 1), (low, -half)))
         scale = jnp.maximum(up, down)
         return jnp.where(scale > 0, scale, 1).astype(w.dtype), jnp.full((M // group, F), int(half), jnp.uint8)
     top = 2.0**bits - 1
-    span = (high - low).astype(w.dtype)
-    scale = jnp.maximum(p.divide(p.wide(span), top).astype(w.dtype), jnp.asarray(ASYMMETRIC_FLOOR, w.dtype))
-    zero = jnp.clip(jnp.round(p.divide(-low, p.wide(scale)).astype(w.dtype)), 0, top)
+    span = p.rounded(high - low, w.dtype)
+    scale = jnp.maximum(p.rounded(p.divide(p.wide(span), top), w.dtype), jnp.asarray(ASYMMETRIC_FLOOR, w.dtype))
+    zero = jnp.clip(jnp.round(p.rounded(p.divide(-low, p.wide(scale)), w.dtype)), 0, top)
     return scale, zero.astype(jnp.uint8)
 
 
@@ -48,7 +48,7 @@ def round_to(
     w: Float[Array, "M F"], scale: Float[Array, "M F"], zero: UInt8[Array, "M F"], bits: int
 ) -> UInt8[Array, "M F"]:
     """The nearest codes for given scales and zero points of every element."""
-    whole = jnp.round(p.divide(p.wide(w), p.wide(scale)).astype(w.dtype)).astype(jnp.float32)
+    whole = jnp.round(p.rounded(p.divide(p.wide(w), p.wide(scale)), w.dtype)).astype(jnp.float32)
     return jnp.clip(whole + zero.astype(jnp.float32), 0, 2**bits - 1).astype(jnp.uint8)
 
 

@@ -41,9 +41,7 @@ def quantize(
     return pack(q, bits), permute_scales(scale, grouped=group < M)
 
 
-def dequantize(
-    qweight: Int32[Array, "M/16 W"], scales: Float[Array, "G F"], *, bits: int = 4
-) -> Float[Array, "M F"]:
+def dequantize(qweight: Int32[Array, "M/16 W"], scales: Float[Array, "G F"], *, bits: int = 4) -> Float[Array, "M F"]:
     """The weight in the dtype of the scales; one row of scales means one group."""
     scale = unpermute_scales(scales, grouped=scales.shape[0] > 1)
     return integers.dequantize(unpack(qweight, bits), scale, 2 ** (bits - 1))

@@ -4,9 +4,8 @@ XLA's CPU backend reads float32 denormals as zeros, and XLA everywhere may turn 
 product with its reciprocal; both change codes. What is here does neither, as far as each docstring says.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8, Int32, UInt8
@@ -30,6 +29,11 @@ def wide(x: Array) -> Float[Array, "..."]:
     return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
+def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """`x` in `dtype`; XLA, which drops a rounding when the next step widens again, keeps this one."""
+    return lax.optimization_barrier(x.astype(dtype))
+
+
 def divide(x: Float[Array, "..."], y: Array | float) -> Float[Array, "..."]:
     """`x / y` rounded to nearest even, also where XLA would multiply with a reciprocal; `y` broadcasts against `x`."""
     shape = jnp.broadcast_shapes(x.shape, jnp.shape(y))
@@ -38,7 +42,7 @@ def divide(x: Float[Array, "..."], y: Array | float) -> Float[Array, "..."]:
 
 
 def inverse(scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`1 / scale`, and 0 where the scale is 0 or denormal, so that a product with it is never NaN for finite factors."""
+    """`1 / scale`; 0 where the scale is 0 or denormal, so that a product of finite numbers with it is never NaN."""
     usable = scale >= TINY
     return jnp.where(usable | jnp.isnan(scale), divide(jnp.ones_like(scale), jnp.where(usable, scale, scale + 1)), 0)
 
@@ -100,7 +104,7 @@ def _fields(x):
 
 # ---------------------------------------------------------------- float8
 def to_float8(x: Float[Array, "..."], dtype: str = "float8_e4m3fn") -> Float[Array, "..."]:
-    """Codes of `x`: nearest even, saturating at the largest finite number, NaN of either sign becomes 0x7f (e5m2: 0x7f).
+    """Codes of `x`: nearest even, saturating at the largest finite number, NaN of either sign becomes 0x7f.
 
     float64, the type of truths, is clamped only: a truth near the border of two codes must not choose.
     """

@@ -2,7 +2,7 @@
 
     w      [..., F, M / 2] uint8 (4 bits: the even input feature in the low four bits), or [..., F, M] (8 bits)
     scales [..., F, G]
-    zeros  [..., F / 2, G] uint8 (4 bits: the even output feature in the low four bits), [..., F, G], or None = 2^(bits-1)
+    zeros  [..., F / 2, G] uint8 (4 bits: the even output feature in the low four bits), [..., F, G] or None: 2^(bits-1)
 
 Source: vLLM 0.26.0 `moe_wna16.py`.
 """
@@ -53,7 +53,9 @@ def pack(q: UInt8[Array, "*E F M"], zero: UInt8[Array, "*E F G"], bits: int = 4)
     return p.pack_nibbles(q), p.pack_nibbles(zero.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-def unpack(w: UInt8[Array, "*E F W"], zeros: UInt8[Array, "*E Z G"] | None, bits: int = 4) -> tuple[Array, Array | None]:
+def unpack(
+    w: UInt8[Array, "*E F W"], zeros: UInt8[Array, "*E Z G"] | None, bits: int = 4
+) -> tuple[Array, Array | None]:
     """The codes and zero points of `pack`.
 
     Raises:

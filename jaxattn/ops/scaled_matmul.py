@@ -1,0 +1,246 @@
+"""Matrix products of quantized activations and quantized weights: FP8 and INT8, with their scales."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Num
+
+from jaxattn import _checks, _mechanism
+from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn.quant import fp8
+from jaxattn.quant import primitives as p
+
+_OP = "scaled_matmul"
+CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
+OUTPUTS = ("bfloat16", "float16", "float32")
+
+
+def scaled_matmul(
+    a: Num[Array, "N M"],
+    b: Num[Array, "F M"],
+    a_scale: Float[Array, "..."],
+    b_scale: Float[Array, "..."],
+    *,
+    bias: Float[Array, " F"] | None = None,
+    azp: Int32[Array, "..."] | None = None,
+    block: int | None = None,
+    out_dtype: str = "bfloat16",
+    implementation: str | None = None,
+    config: Any = None,
+) -> Float[Array, "N F"]:
+    """`o = (a_scale * a) @ (b_scale * b).T + bias` of codes, accumulated in float32 (INT8: exactly, in int32).
+
+    Scales multiply where tensor-core kernels multiply:
+
+        block=None:  o[n, f] = (sum_m a[n, m] b[f, m]) * b_scale[f] * a_scale[n] + bias[f]
+        block=g:     o[n, f] = sum_kb a_scale[n, kb] * b_scale[f // g, kb] * (sum_{m in block kb} a[n, m] b[f, m]) + bias[f]
+
+    and the result is rounded once. With `azp` the activations are `(a - azp) * a_scale`.
+
+    Args:
+        a: activations: float8_e4m3fn, float8_e5m2 or int8 codes.
+        b: the weight, one row per output feature; codes of the same kind.
+        a_scale: float32, one number or one per row ([N] or [N, 1]); with `block` [N, ceil(M / block)].
+        b_scale: float32, one number or one per output feature ([F], [1, F] or [F, 1]); with `block`
+            [ceil(F / block), ceil(M / block)].
+        bias: any float.
+        azp: zero points of int8 activations, one number or one per row; not with `block`.
+        block: size of the scales' blocks (128), None = one scale along M.
+        out_dtype: bfloat16, float16 or float32.
+        implementation: None (choose) or "reference".
+        config: launch configuration of the named kernel.
+
+    Raises:
+        TypeError: dtypes; ValueError: shapes or options that do not belong together;
+        NotImplementedError: the named implementation cannot run this call.
+
+    Source: vLLM 0.26.0 `cutlass_scaled_mm`, `cutlass_scaled_mm_azp`, `w8a8_triton_block_scaled_mm`; DeepGEMM
+    `fp8_gemm_nt`.
+    """
+    args = prepare(a, b, a_scale, b_scale, bias=bias, azp=azp, block=block, out_dtype=out_dtype)
+    return _mechanism.run(MECHANISM, args, implementation, config)
+
+
+def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, block=None, out_dtype="bfloat16") -> Args:
+    """Validate and complete the arguments of `scaled_matmul`; raises as it does."""
+    named = {"a": (a, "N M"), "b": (b, "F M")} | ({} if bias is None else {"bias": (bias, "F")})
+    dims = _checks.check_shapes(_OP, **named)
+    N, M, F = dims["N"], dims["M"], dims["F"]
+    kind = _checks.check_dtype(_OP, "a", a, (*CODES, _checks.F64), "quantize it first")
+    allowed = (kind,) if kind in ("int8", _checks.F64) else CODES[:2]
+    _checks.check_dtype(_OP, "b", b, allowed, "quantize both to the same kind")
+    for name, x in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if not _checks.is_array(x):
+            raise TypeError(f"{_OP}: {name} must be an array, got {type(x).__name__}")
+        _checks.check_dtype(_OP, name, x, ("float32", _checks.F64))
+    if bias is not None:
+        _checks.check_dtype(_OP, "bias", bias, _checks.FLOATS)
+    if out_dtype not in OUTPUTS:
+        raise ValueError(f"{_OP}: out_dtype must be one of {', '.join(OUTPUTS)}, got {out_dtype!r}")
+    if azp is not None:
+        if kind != "int8" or block is not None:
+            raise ValueError(f"{_OP}: azp belongs to int8 codes without block, got {kind} and {block=}; leave it out")
+        _checks.check_dtype(_OP, "azp", azp, ("int32",))
+    if block is not None:
+        _checks.check_count(_OP, block=block)
+        columns = -(-M // block)
+        expected = {"a_scale": (N, columns), "b_scale": (-(-F // block), columns)}
+        for name, x in (("a_scale", a_scale), ("b_scale", b_scale)):
+            if tuple(x.shape) != expected[name]:
+                raise ValueError(f"{_OP}: with {block=} {name} must be {expected[name]}, got shape {tuple(x.shape)}")
+    else:
+        a_scale, b_scale = _vector("a_scale", a_scale, N), _vector("b_scale", b_scale, F)
+        azp = None if azp is None else _vector("azp", azp, N)
+    return {
+        "a": a,
+        "b": b,
+        "a_scale": a_scale,
+        "b_scale": b_scale,
+        "bias": bias,
+        "azp": azp,
+        "block": None if block is None else int(block),
+        "out_dtype": out_dtype,
+    }
+
+
+def _vector(name: str, x: Any, count: int) -> Any:
+    """One number as [1], one per row or feature as [count]; shape-dtype structs too."""
+    size = int(np.prod(x.shape))
+    if size not in (1, count) or max(x.shape, default=1) != size:
+        raise ValueError(f"{_OP}: {name} must be one number or a vector of {count}, got shape {tuple(x.shape)}")
+    return jax.ShapeDtypeStruct((size,), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(size)
+
+
+def _reference(a, b, a_scale, b_scale, *, bias, azp, block, out_dtype):
+    """The formula of the docstring; float8 products are exact in float32, INT8 sums are exact in int32."""
+    work = a_scale.dtype
+    if block is None:
+        acc = _product(a, b, work)
+        if azp is not None:
+            acc = acc - azp[:, None] * jnp.sum(b, 1, dtype=jnp.int32)
+        o = acc.astype(work) * b_scale * a_scale[:, None]
+    else:
+        parts_a, parts_b = p.grouped(a, block).swapaxes(0, 1), p.grouped(b, block).swapaxes(0, 1)
+        rows = fp8.expand(b_scale, (b.shape[0], b_scale.shape[1] * block), "block", block)[:, ::block]
+        o = jnp.zeros((a.shape[0], b.shape[0]), work)
+        for kb in range(a_scale.shape[1]):
+            acc = _product(parts_a[kb], parts_b[kb], work).astype(work)
+            o = o + acc * (a_scale[:, kb, None] * rows[:, kb])
+    if bias is not None:
+        o = o + bias.astype(work)
+    return o if work == jnp.float64 else o.astype(out_dtype)
+
+
+def _product(a, b, work):
+    if a.dtype == jnp.int8:
+        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    return jnp.einsum("nm,fm->nf", a.astype(work), b.astype(work), precision="highest")
+
+
+def _outputs(**_):
+    return ("o",)
+
+
+def _cost(*, a, b, out_dtype, **_):
+    """2 N M F flops; codes read and the result written once."""
+    (N, M), F = a.shape, b.shape[0]
+    return 2 * N * M * F, (N + F) * M + N * F * jnp.dtype(out_dtype).itemsize
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    N: int,
+    M: int,
+    F: int,
+    *,
+    codes: str = "float8_e4m3fn",
+    scales: str = "token",
+    bias: bool = False,
+    azp: bool = False,
+    **options,
+) -> Args:
+    """Random arguments of `scaled_matmul`.
+
+    Args:
+        rng: source of randomness.
+        N: rows of activations.
+        M: input features.
+        F: output features.
+        codes: dtype of both operands.
+        scales: "tensor", "token" (and one per output feature) or "block" (128).
+        bias: add one.
+        azp: draw zero points.
+        **options: passed on to the op.
+    """
+
+    def draw(*shape):
+        if codes == "int8":
+            return jnp.asarray(rng.integers(-128, 128, shape), "int8")
+        return jnp.asarray(rng.standard_normal(shape) * 20, codes)
+
+    def scale(*shape):
+        return jnp.asarray(rng.uniform(0.001, 0.01, shape), jnp.float32)
+
+    blocks = -(-M // 128)
+    shapes = {"tensor": ((), ()), "token": ((N, 1), (F,)), "block": ((N, blocks), (-(-F // 128), blocks))}[scales]
+    args: Args = {"a": draw(N, M), "b": draw(F, M), "a_scale": scale(*shapes[0]), "b_scale": scale(*shapes[1])}
+    if bias:
+        args["bias"] = jnp.asarray(rng.standard_normal(F), jnp.float32)
+    if azp:
+        args["azp"] = jnp.asarray(rng.integers(-20, 20, (N, 1)), jnp.int32)
+    return args | ({"block": 128} if scales == "block" else {}) | options
+
+
+def _case(name: str, N: int, M: int, F: int, *tags: str, **options) -> Case:
+    return Case(name=name, make=lambda rng: make_inputs(rng, N, M, F, **options), tags=frozenset(tags or ("smoke",)))
+
+
+_CASES = (
+    _case("fp8-token-bias", 33, 256, 128, bias=True),
+    _case("fp8-tensor-fp32", 5, 200, 64, scales="tensor", out_dtype="float32"),
+    _case("fp8-token-bias-fp32", 17, 256, 72, bias=True, out_dtype="float32"),
+    _case("fp8-block", 36, 512, 256, scales="block"),
+    _case("fp8-block-odd-fp32", 7, 200, 130, scales="block", out_dtype="float32"),
+    _case("e5m2-fp16", 5, 128, 64, codes="float8_e5m2", out_dtype="float16"),
+    _case("int8-token", 33, 256, 128, codes="int8"),
+    _case("int8-azp-bias", 33, 256, 128, codes="int8", azp=True, bias=True),
+    _case("int8-block-fp32", 7, 256, 256, codes="int8", scales="block", out_dtype="float32"),
+    _case("fp8-block-M4096-K7168-N4096", 4096, 7168, 4096, "full", "bench", scales="block"),
+    _case("fp8-block-M64-K7168-N4096", 64, 7168, 4096, "full", "bench", scales="block"),
+)
+
+
+def _struct(codes: str, scales: str, N: int = 64, M: int = 512, F: int = 256, **options) -> Args:
+    def array(shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    shapes = {"tensor": ((), ()), "token": ((N, 1), (F,)), "block": ((N, M // 128), (F // 128, M // 128))}[scales]
+    args = {"a": array((N, M), codes), "b": array((F, M), codes)}
+    args |= {"a_scale": array(shapes[0]), "b_scale": array(shapes[1])}
+    return args | ({"block": 128} if scales == "block" else {}) | options
+
+
+_SUPPORT = (
+    *((f"{codes}, scales per {scales}", _struct(codes, scales)) for codes in CODES for scales in ("tensor", "token")),
+    *((f"{codes}, scales per block", _struct(codes, "block")) for codes in ("float8_e4m3fn", "int8")),
+    (
+        "int8 with zero points",
+        _struct("int8", "token", azp=jax.ShapeDtypeStruct((64, 1), jnp.int32)),
+    ),
+)
+
+MECHANISM = Mechanism(
+    name=_OP,
+    source="vLLM 0.26.0 csrc/quantization/w8a8/cutlass, fp8_utils.py; https://github.com/deepseek-ai/DeepGEMM",
+    op=scaled_matmul,
+    prepare=prepare,
+    reference=_reference,
+    outputs=_outputs,
+    kernels={},
+    cases=_CASES,
+    cost=_cost,
+    captures=("quant/cutlass_*", "quant/block_fp8_mm_*"),
+    support=_SUPPORT,
+)
