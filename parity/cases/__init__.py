@@ -65,13 +65,34 @@ def find(mechanism: str) -> Adapter:
     Raises:
         ValueError: the mechanism names captures, but nobody wrote what they mean.
     """
-    from parity.cases import cache_write, combine_partials, merge_states, paged_attention
+    from parity.cases import (
+        cache_write,
+        combine_partials,
+        hadamard_transform,
+        merge_states,
+        paged_attention,
+        quantize_fp8,
+        quantize_int8,
+        quantize_mx,
+        rms_norm_quant,
+        scaled_matmul,
+        silu_mul_quant,
+        weight_only_matmul,
+    )
 
     adapters = {
         "paged_attention": paged_attention.ADAPTER,
         "cache_write": cache_write.ADAPTER,
-        "merge_states": merge_states.ADAPTER,
         "combine_partials": combine_partials.ADAPTER,
+        "hadamard_transform": hadamard_transform.ADAPTER,
+        "merge_states": merge_states.ADAPTER,
+        "quantize_fp8": quantize_fp8.ADAPTER,
+        "quantize_int8": quantize_int8.ADAPTER,
+        "quantize_mx": quantize_mx.ADAPTER,
+        "rms_norm_quant": rms_norm_quant.ADAPTER,
+        "scaled_matmul": scaled_matmul.ADAPTER,
+        "silu_mul_quant": silu_mul_quant.ADAPTER,
+        "weight_only_matmul": weight_only_matmul.ADAPTER,
     }
     if mechanism not in adapters:
         raise ValueError(

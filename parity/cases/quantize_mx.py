@@ -1,0 +1,61 @@
+"""vLLM's captures of MXFP8 and NVFP4 quantizers in the terms of `jaxattn.quantize_mx`."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxattn.quant import mx, nvfp4
+from jaxattn.quant import primitives as p
+from parity.cases import Adapter, Arrays, Output
+
+if TYPE_CHECKING:
+    from parity.captures import Capture
+
+
+def arguments(capture: "Capture") -> dict[str, Any]:
+    """The op's arguments; groups of 16 are NVFP4."""
+    args: dict[str, Any] = {"x": jnp.asarray(capture.inputs["x"])}
+    if _is_nvfp4(capture):
+        return args | {"format": "nvfp4", "global_scale": jnp.asarray(capture.inputs["global_scale"])}
+    return args | {"format": "mxfp8"}
+
+
+def _is_nvfp4(capture: "Capture") -> bool:
+    return int(capture.params["group"]) == nvfp4.GROUP
+
+
+def expected(capture: "Capture") -> Arrays:
+    """The captured outputs."""
+    return dict(capture.outputs)
+
+
+def convention(capture: "Capture", outputs: Arrays) -> Arrays:
+    """NVFP4 codes and scales as the float32 numbers that they stand for; MXFP8 with its dequantized numbers in bfloat16.
+
+    Float64 codes, those of the truth, are rounded to the format before they are dequantized.
+    """
+    if _is_nvfp4(capture):
+        values = p.from_e2m1(nvfp4.unpack(jnp.asarray(outputs["q"])))
+        return {"q": np.asarray(values), "scale": outputs["scale"].astype(np.float32)}
+    codes = outputs["q"].astype(ml_dtypes.float8_e4m3fn)
+    back = mx.dequantize(jnp.asarray(codes), jnp.asarray(outputs["scale"]), dtype="bfloat16")
+    return outputs | {"dequant": np.asarray(back)}
+
+
+_BLOCKS = Output(axes=("row", "block"), slice_rank=0, rule="exact", contract="exact")
+_CODES = Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="exact")
+
+ADAPTER = Adapter(
+    arguments=arguments,
+    explain=lambda capture, args: None,
+    expected=expected,
+    convention=convention,
+    outputs={
+        "q": _CODES,
+        "scale": _BLOCKS,
+        "global_scale": Output(axes=(), slice_rank=0, rule="exact", contract="exact"),
+        "dequant": _CODES,
+    },
+)
