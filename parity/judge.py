@@ -185,7 +185,7 @@ def _unlike(truth, subject, peer, names) -> str | None:
 
 
 def _bitwise(subject, peer, names, axes, found) -> Verdict:
-    raw = [np.ascontiguousarray(x).view(f"V{x.dtype.itemsize}") for x in (subject, peer)]
+    raw = [np.ascontiguousarray(x).view(f"V{x.dtype.itemsize}").reshape(x.shape) for x in (subject, peer)]
     differ = np.argwhere(raw[0] != raw[1])
     if not len(differ):
         return Verdict(status="pass", reason="equal to the bit", headroom=0.0, **found)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxattn import _checks
@@ -68,19 +67,45 @@ class Mutant:
         return {**vars(self), "killed": self.caught > 0}
 
 
+def on_host(args: Args) -> Args:
+    """Arguments with their arrays in numpy; options stay what they are."""
+    return {name: np.asarray(x) if _checks.is_array(x) else x for name, x in args.items()}
+
+
 def find(mechanism: str) -> Faults:
     """The faults of a mechanism.
 
     Raises:
         ValueError: nobody wrote any.
     """
-    from parity.faults import cache_write, combine_partials, merge_states, paged_attention
+    from parity.faults import (
+        cache_write,
+        combine_partials,
+        hadamard_transform,
+        merge_states,
+        paged_attention,
+        quantize_fp8,
+        quantize_int8,
+        quantize_mx,
+        rms_norm_quant,
+        scaled_matmul,
+        silu_mul_quant,
+        weight_only_matmul,
+    )
 
     known = {
         "paged_attention": paged_attention.FAULTS,
         "cache_write": cache_write.FAULTS,
-        "merge_states": merge_states.FAULTS,
         "combine_partials": combine_partials.FAULTS,
+        "hadamard_transform": hadamard_transform.FAULTS,
+        "merge_states": merge_states.FAULTS,
+        "quantize_fp8": quantize_fp8.FAULTS,
+        "quantize_int8": quantize_int8.FAULTS,
+        "quantize_mx": quantize_mx.FAULTS,
+        "rms_norm_quant": rms_norm_quant.FAULTS,
+        "scaled_matmul": scaled_matmul.FAULTS,
+        "silu_mul_quant": silu_mul_quant.FAULTS,
+        "weight_only_matmul": weight_only_matmul.FAULTS,
     }
     if mechanism not in known:
         raise ValueError(f"{mechanism} has no faults; write parity/faults/{mechanism}.py and list it here")
@@ -112,7 +137,7 @@ def contract(mechanism: Mechanism) -> list[Mutant]:
         args = case.make(np.random.default_rng(0)) if "smoke" in case.tags else {}
         dtypes = {_checks.dtype_name(x) for x in args.values() if _checks.is_array(x) and x.ndim > 1}
         if any(name == "float32" or name.startswith("float8") for name in dtypes):
-            host = jax.tree.map(np.asarray, args)
+            host = on_host(args)
             truth, same = (execution.reference(mechanism, args, wide=wide) for wide in (True, False))
             prepared.append((case.name, host, truth, same))
     for fault in faults.faults:
@@ -156,7 +181,7 @@ def rate(mutants: Sequence[Mutant]) -> float:
 def _on_capture(mechanism: Mechanism, capture: "Capture"):
     """Yield (fault, where it stands, fault record, comparison -> reason of failure)."""
     faults, adapter = find(mechanism.name), cases.find(mechanism.name)
-    args = jax.tree.map(np.asarray, adapter.arguments(capture))
+    args = on_host(adapter.arguments(capture))
     expected = adapter.expected(capture)
 
     def compute(implementation: Implementation, wide: bool) -> Arrays:

@@ -60,6 +60,17 @@ EMPTY = {
     },
     "window_cache": {"no-requests": lambda args: {name: args[name][:0] for name in ("computed", "new")}},
     "softmax_scale": {},
+    "quantize_fp8": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "quantize_int8": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "quantize_mx": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "hadamard_transform": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "rms_norm_quant": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "silu_mul_quant": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "weight_only_matmul": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "scaled_matmul": {
+        "no-rows": lambda args: {name: args[name][:0] for name in ("a", "a_scale")},
+        "no-outputs": lambda args: {name: args[name][:0] for name in ("b", "b_scale", "bias")},
+    },
 }
 """Mechanism -> how each of its batches can be empty: changes of a case's arguments; zeros (lse -inf) must come out."""
 EMPTY_CASES = [pytest.param(m, how, id=f"{m.name}-{how}") for m in MECHANISMS for how in EMPTY[m.name]]

@@ -24,6 +24,17 @@ def run(args: Args, wide: bool, h: np.ndarray | None = None) -> Arrays:
     return {"o": y if wide else y.astype(np.float32).astype(x.dtype)}
 
 
+def butterflies(x: np.ndarray, n: int) -> np.ndarray:
+    """`x H / sqrt(n)` in groups of n numbers, in the dtype of `x`, by sums and differences of neighbours first."""
+    y, place = x.reshape(len(x), -1, n), np.arange(n)
+    half = 1
+    while half < n:
+        other = y[..., place ^ half]
+        y = np.where(place & half, other - y, y + other)
+        half *= 2
+    return (y * x.dtype.type(n**-0.5)).reshape(x.shape)
+
+
 def hadacore(x: np.ndarray) -> np.ndarray:
     """`x H / sqrt(n)` for n = 16 k: the 16 neighbours first, then the k strides of 16, each product in 16 bits."""
     n, dtype = x.shape[1], x.dtype

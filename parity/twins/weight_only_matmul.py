@@ -56,7 +56,6 @@ def weight(args: Args, wide: bool, on: Switches = NONE) -> np.ndarray:
     bits = args.get("bits", 4)
     if format in ("gptq", "gptq_v2", "awq", "marlin", "wna16"):
         q, zero = _integers(args, bits, on)
-        rows = np.arange(M) // (M // q.shape[0] if q.shape[0] < M else 1)
         if format == "marlin":
             s = _marlin_scales(s)
         if format == "wna16":
@@ -82,7 +81,9 @@ def _integers(args: Args, bits: int, on: Switches):
         return _words(w.T, bits, on).T, _words(zeros, bits, NONE) + (format == "gptq")
     if format == "awq":
         back = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
-        q, zero = (_words(v, 4, o).reshape(len(v), -1, 8)[..., back].reshape(len(v), -1) for v, o in ((w, on), (zeros, NONE)))
+        q, zero = (
+            _words(v, 4, o).reshape(len(v), -1, 8)[..., back].reshape(len(v), -1) for v, o in ((w, on), (zeros, NONE))
+        )
         return q, zero
     if format == "wna16":
         if bits == 8:
