@@ -93,6 +93,7 @@ def divide_by_ue8m0(x: Float[Array, "..."], code: UInt8[Array, "..."]) -> Float[
         return x / power_of_two(exponent).astype(jnp.float64)
     biased, mantissa = _fields(x)
     small = mantissa.astype(jnp.float32) * power_of_two(jnp.maximum(-149 - exponent, -126))
+    small = jnp.where(exponent > -23, 0, small)  # below 2^-126 again
     return jnp.where(biased == 0, jnp.where(jnp.signbit(x), -small, small), x / power_of_two(exponent))
 
 
