@@ -109,7 +109,7 @@ def _cost(*, x, granularity, group, **_):
 
 
 def make_inputs(rng: np.random.Generator, N: int, M: int, *, dtype: str = "bfloat16", kind="mixed", **options) -> Args:
-    """Adversarial (or, with kind="plain", normal) arguments of `quantize_fp8`; `dtype` is that of x, `to` of the codes."""
+    """Adversarial (or, with kind="plain", normal) arguments of `quantize_fp8`; `dtype` is of x, `to` of the codes."""
     to = {"dtype": options.pop("to")} if "to" in options else {}
     return {"x": _inputs.adversarial(rng, N, M, dtype, kind), **to, **options}
 

@@ -39,7 +39,7 @@ def rms_norm_quant(
     |---|---|---|---|---|
     | none | `T(z * r * w)` | `z = T(x + residual)` | | |
     | static | `T(z * r * w)` | `z = T(x + residual)` | as given | `e4m3(y * (1 / s))` |
-    | token | `T(T(z * r) * w)` | z stays float32 | `max(min(amax, upper_bound) / 448, 1 / (448 * 512))` | `e4m3(y / s)` |
+    | token | `T(T(z * r) * w)` | z stays float32 | `max(min(amax, bound) / 448, 1 / (448 * 512))` | `e4m3(y / s)` |
     | group | `T(T(z * r) * w)` | z stays float32 | `max(amax / 448, 1 / (448 * 512))` per group | `e4m3(y / s)` |
 
     Args:
@@ -133,7 +133,9 @@ def _reference(x, weight, *, residual, eps, mode, scale, upper_bound, group):
     root = jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
     y = z * p.divide(jnp.ones_like(root), root)
     y = y if mode in ("none", "static") else p.wide(p.rounded(y, dtype))
-    out = quantize_rows(p.rounded(y * w, dtype), mode=mode, scale=scale, upper_bound=upper_bound, group=group)
+    out: tuple[Any, ...] = quantize_rows(
+        p.rounded(y * w, dtype), mode=mode, scale=scale, upper_bound=upper_bound, group=group
+    )
     out = out if residual is None else (*out, stored)
     return out if len(out) > 1 else out[0]
 

@@ -35,7 +35,7 @@ def scaled_matmul(
     Scales multiply where tensor-core kernels multiply:
 
         block=None:  o[n, f] = (sum_m a[n, m] b[f, m]) * b_scale[f] * a_scale[n] + bias[f]
-        block=g:     o[n, f] = sum_kb a_scale[n, kb] * b_scale[f // g, kb] * (sum_{m in block kb} a[n, m] b[f, m]) + bias[f]
+        block=g:     o[n, f] = sum_k a_scale[n, k] * b_scale[f // g, k] * (sum_{m in block k} a[n, m] b[f, m]) + bias[f]
 
     and the result is rounded once. With `azp` the activations are `(a - azp) * a_scale`.
 

@@ -79,7 +79,7 @@ def _reference(x, *, limit, mode, scale, upper_bound, group):
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     silu = p.wide(p.rounded(p.divide(gate, 1 + jnp.exp(-gate)), x.dtype))
-    out = rows.quantize_rows(
+    out: tuple[Any, ...] = rows.quantize_rows(
         p.rounded(silu * up, x.dtype), mode=mode, scale=scale, upper_bound=upper_bound, group=group
     )
     return out if len(out) > 1 else out[0]

@@ -42,8 +42,8 @@ def weight_only_matmul(
 ) -> Float[Array, "N F"]:
     """`o = x @ W` with W the dequantized weight [M, F] in the dtype of `x`; float32 sums, one rounding.
 
-    Layouts of `w`, `scales` and `zeros` are the checkpoints', see the table of `jaxattn.quant.weights`. W is rounded to the
-    dtype of `x` before the product, as tensor cores take it.
+    Layouts of `w`, `scales` and `zeros` are the checkpoints', see the table of `jaxattn.quant.weights`. W is rounded to
+    the dtype of `x` before the product, as tensor cores take it.
 
     Args:
         x: bfloat16, float16 or float32 (float64: reference only).

@@ -1,7 +1,7 @@
 """Quantizers of weights that look at activations: GPTQ and AWQ, beside rounding to nearest.
 
-All three return the codes that `gptq.pack`, `awq.pack`, `marlin.pack` or `wna16.pack` store. A weight W is [M, F], x [N, M]
-are activations that reach it; the aim is a small `|x W - x W'|`, not a small `|W - W'|`.
+All three return the codes that `gptq.pack`, `awq.pack`, `marlin.pack` or `wna16.pack` store. A weight W is [M, F], x
+[N, M] are activations that reach it; the aim is a small `|x W - x W'|`, not a small `|W - W'|`.
 
 Sources: https://arxiv.org/abs/2210.17323 (GPTQ), https://arxiv.org/abs/2306.00978 (AWQ).
 """
@@ -64,8 +64,8 @@ def gptq(
     """Input features one after the other; the error of each is made up for by those that follow.
 
     With U the upper Cholesky factor of the inverse of the damped Hessian, feature i is rounded, and
-    `(w_i - w'_i) / U_ii * U_ij` is subtracted from every later feature j. Scales are fitted group by group to the weight as
-    it has become by then.
+    `(w_i - w'_i) / U_ii * U_ij` is subtracted from every later feature j. Scales are fitted group by group to the weight
+    as it has become by then.
 
     Args:
         w: weight, input features first.
@@ -104,9 +104,7 @@ def gptq(
 
     def step(carry, i):
         work, scale, zero = carry
-        scale, zero = jax.lax.cond(
-            i % group == 0, lambda: start_group(i // group, work), lambda: (scale, zero)
-        )
+        scale, zero = jax.lax.cond(i % group == 0, lambda: start_group(i // group, work), lambda: (scale, zero))
         row = work[i]
         q = integers.round_to(row[None].astype(w.dtype), scale[None], zero[None], bits)[0]
         back = (q.astype(jnp.float32) - zero.astype(jnp.float32)) * scale.astype(jnp.float32)
@@ -137,9 +135,9 @@ def awq(
 ) -> Awq:
     """Rounded to nearest after input features with large activations were scaled up.
 
-    The factors are `(mean_n |x_n|)^a`, divided by the geometric mean of their largest and smallest; the exponent a is the
-    one of 0, 1/20, ..., 19/20 with the smallest squared error of `x @ W`. a = 0 is plain rounding, so the error on `x` is
-    never larger than that of `nearest`.
+    The factors are `(mean_n |x_n|)^a`, divided by the geometric mean of their largest and smallest; the exponent a is
+    the one of 0, 1/20, ..., 19/20 with the smallest squared error of `x @ W`. a = 0 is plain rounding, so the error on
+    `x` is never larger than that of `nearest`.
 
     Raises:
         ValueError: shapes, or the group does not divide M.

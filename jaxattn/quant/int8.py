@@ -13,9 +13,9 @@
 | channel | | `amax / 127` | `even(x / s)` in +-127; a zero row: scale 0, codes 0 |
 | block | | `max(amax, 1e-10) / 127` | `even(x / s)` |
 
-even, away: halves go to the even integer or away from zero; zero: the fraction is cut off. A constant row has no range to
-divide by 255. vLLM returns scale 0 and an arbitrary zero point for it; here the codes are 0, the scale is |c| (1 if c is
-0) and the zero point is -sign(c), so that the row comes back exactly. Scales below 2^-126 count as 0.
+even, away: halves go to the even integer or away from zero; zero: the fraction is cut off. A constant row has no range
+to divide by 255. vLLM returns scale 0 and an arbitrary zero point for it; here the codes are 0, the scale is |c| (1 if
+c is 0) and the zero point is -sign(c), so that the row comes back exactly. Scales below 2^-126 count as 0.
 Sources: vLLM 0.26.0 csrc/quantization/w8a8/int8/scaled_quant.cu, `int8_utils.py`, `experts_int8.py`.
 """
 

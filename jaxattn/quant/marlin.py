@@ -1,7 +1,7 @@
 """Marlin's layout of 4- and 8-bit weights: the order in which tensor core fragments are loaded, as a permutation.
 
-A weight of codes [M, F] is cut into tiles of 16 input and 64 output features. Lane t of a warp (t = 0..31) holds, for each
-of four 16-wide blocks j of the tile, the eight codes of an m16n8k16 fragment:
+A weight of codes [M, F] is cut into tiles of 16 input and 64 output features. Lane t of a warp (t = 0..31) holds, for
+each of four 16-wide blocks j of the tile, the eight codes of an m16n8k16 fragment:
 
     rows 2 (t mod 4) + {0, 1, 8, 9},  columns 16 j + t div 4 + {0, 8}
 
@@ -89,7 +89,7 @@ def shuffle_fp4_scales(scales: Array) -> Array:
 
 
 def to_s0e5m3(scales: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """NVFP4's positive e4m3 scales as bytes of five exponent and three mantissa bits: the high byte of `2 * fp16(128 s)`."""
+    """NVFP4's positive e4m3 scales in five exponent and three mantissa bits: the bits of `fp16(128 s)` below its sign."""
     bits = lax.bitcast_convert_type((p.wide(scales) * 128).astype(jnp.float16), jnp.uint16)
     return ((bits << 1) >> 8).astype(jnp.uint8)
 

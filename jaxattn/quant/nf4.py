@@ -1,12 +1,13 @@
 """NF4 and FP4 of bitsandbytes: 4-bit codebooks with an absolute maximum per block, and its double quantization.
 
-The weight is read row by row in blocks of 64. Code i stands for `codebook[i] * absmax[block]`; two codes lie in a byte, the
-**even index in the high four bits**. Double quantization stores the absmax as 8-bit codes of a dynamic codebook with one
-float32 absmax per 256 of them, after the mean was subtracted.
+The weight is read row by row in blocks of 64. Code i stands for `codebook[i] * absmax[block]`; two codes lie in a byte,
+the **even index in the high four bits**. Double quantization stores the absmax as 8-bit codes of a dynamic codebook with
+one float32 absmax per 256 of them, after the mean was subtracted.
 
-NF4's sixteen numbers are the expected quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix E);
-FP4's magnitudes are 0, 1/192, 1/6, 1/4, 1/3, 1/2, 2/3, 1 in an order of its own. A number half way between two codes goes to
-the smaller one (FP4: of smaller magnitude). Source: https://github.com/bitsandbytes-foundation/bitsandbytes.
+NF4's sixteen numbers are the expected quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix
+E); FP4's magnitudes are 0, 1/192, 1/6, 1/4, 1/3, 1/2, 2/3, 1 in an order of its own. A number half way between two
+codes goes to the smaller one (FP4: of smaller magnitude).
+Source: https://github.com/bitsandbytes-foundation/bitsandbytes.
 """
 
 from typing import Literal, NamedTuple
@@ -20,11 +21,13 @@ from jaxattn.quant import primitives as p
 type Format = Literal["nf4", "fp4"]
 BLOCK, NESTED_BLOCK = 64, 256
 
-_QUANTILES = (
-    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
-    + (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
-    + (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
-    + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+_BELOW = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+)
+_ABOVE = (
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _MAGNITUDES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
 
@@ -44,9 +47,9 @@ def codebook(format: Format) -> np.ndarray:
         ValueError: another format.
     """
     if format == "nf4":
-        return np.array(_QUANTILES, np.float32)
+        return np.array(_BELOW + _ABOVE, np.float32)
     if format == "fp4":
-        return np.array(_MAGNITUDES + tuple(-m for m in _MAGNITUDES), np.float32)
+        return np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
     raise ValueError(f"format must be nf4 or fp4, got {format!r}")
 
 
@@ -63,7 +66,7 @@ def dynamic_codebook() -> np.ndarray:
 def quantize(
     w: Float[Array, "..."], format: Format = "nf4", *, block: int = BLOCK
 ) -> tuple[UInt8[Array, " W"], Float[Array, " B"]]:
-    """Packed codes and float32 absolute maxima of the flattened weight; a block of zeros has absmax 0 and the code of 0.
+    """Packed codes and float32 absolute maxima of the flattened weight; a block of zeros has absmax 0 and codes of 0.
 
     Raises:
         ValueError: another format, or a weight that fills no whole number of blocks.
@@ -116,17 +119,12 @@ def dequantize_absmax(nested: Nested) -> Float[Array, " B"]:
 
 
 def _nearest(x, book: np.ndarray):
-    """Code of the nearest number; half way the one that is nearer to -1 (for a symmetric book: nearer to 0)."""
+    """Code of the nearest number; half way the smaller one, or in FP4's book, which is symmetric, that nearer to 0."""
+    if book.size == 16 and book[8] == 0:
+        half = _nearest(jnp.abs(x), book[:8])
+        return jnp.where(x < 0, half + 8, half).astype(jnp.uint8)
     order = np.argsort(book, kind="stable")
-    ascending = book[order]
-    between = ((ascending[1:].astype(np.float64) + ascending[:-1]) / 2).astype(np.float32)
-    symmetric = book.size == 16 and bool((np.sort(-book) == ascending).all())
-    if symmetric:
-        return _nearest_magnitude(x, book)
-    place = jnp.searchsorted(jnp.asarray(between), x.astype(jnp.float32), side="left")
+    ascending = book[order].astype(np.float64)
+    between = jnp.asarray(((ascending[1:] + ascending[:-1]) / 2).astype(np.float32))
+    place = jnp.searchsorted(between, x.astype(jnp.float32), side="left")
     return jnp.asarray(order.astype(np.uint8))[place]
-
-
-def _nearest_magnitude(x, book: np.ndarray):
-    half = _nearest(jnp.abs(x), book[: book.size // 2])
-    return jnp.where(x < 0, half + book.size // 2, half).astype(jnp.uint8)

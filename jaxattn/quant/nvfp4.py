@@ -72,7 +72,7 @@ unpack = p.unpack_nibbles
 
 
 def swizzle(block: Float[Array, "N G"]) -> Float[Array, "N+pad G+pad"]:
-    """Scales in the order of tensor cores of compute capability 10: 128 x 4 tiles, rows 0, 32, 64, 96 beside each other.
+    """Scales as tensor cores of compute capability 10 read them: 128 x 4 tiles, rows 0, 32, 64, 96 beside each other.
 
     Rows are padded with zeros to a multiple of 128, columns to one of 4.
     """

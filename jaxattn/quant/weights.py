@@ -53,11 +53,16 @@ def dequantize(
         g_idx: group of each input feature, GPTQ's act-order.
         global_scale: of nvfp4.
         bits: width of the codes.
+
+    Raises:
+        ValueError: the format needs zero points or a global scale, and they are missing.
     """
-    if format in ("gptq", "gptq_v2"):
+    if format in ("gptq", "gptq_v2", "awq"):
+        if zeros is None:
+            raise ValueError(f"format {format!r} needs zeros; pass it")
+        if format == "awq":
+            return awq.dequantize(w, zeros, scales)
         return gptq.dequantize(w, zeros, scales, g_idx, bits=bits, version=1 if format == "gptq" else 2)
-    if format == "awq":
-        return awq.dequantize(w, zeros, scales)
     if format == "marlin":
         return marlin.dequantize(w, scales, bits=bits)
     if format == "wna16":
@@ -67,6 +72,8 @@ def dequantize(
     if format == "fp8":
         return fp8.dequantize(w, scales, "channel" if scales.shape[-1] == 1 else "block", dtype=dtype).T
     if format == "nvfp4":
+        if global_scale is None:
+            raise ValueError("format 'nvfp4' needs global_scale; pass it")
         return nvfp4.dequantize(w, scales, global_scale, dtype=dtype).T
     if format in ("nf4", "fp4"):
         return nf4.dequantize(w, scales, (2 * w.size // M, M), format, dtype=dtype).T

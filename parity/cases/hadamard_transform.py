@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from parity.cases import Adapter, Arrays, Explained, Output
 from parity.twins import hadamard_transform as twin
@@ -33,8 +32,8 @@ def explain(capture: "Capture", args: dict[str, Any]) -> Explained:
     del args
     x = capture.inputs["x"]
     return Explained(
-        note="hadacore multiplies with H_16 / 4 and H_8 / sqrt(8) in turn and rounds the first product, and sqrt(8), to "
-        "16 bits: https://github.com/vllm-project/vllm/tree/main/csrc/quantization/hadamard/hadacore",
+        note="hadacore multiplies with H_16 / 4 and H_8 / sqrt(8) in turn and rounds the first product, and sqrt(8), "
+        "to 16 bits: https://github.com/vllm-project/vllm/tree/main/csrc/quantization/hadamard/hadacore",
         rounded={"o": twin.hadacore(x)},
         wide=twin.run({"x": x}, True),
     )

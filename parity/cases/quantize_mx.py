@@ -32,7 +32,7 @@ def expected(capture: "Capture") -> Arrays:
 
 
 def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """NVFP4 codes and scales as the float32 numbers that they stand for; MXFP8 with its dequantized numbers in bfloat16.
+    """NVFP4 codes and scales as the float32 numbers they stand for; MXFP8 with its dequantized numbers in bfloat16.
 
     Float64 codes, those of the truth, are rounded to the format before they are dequantized.
     """

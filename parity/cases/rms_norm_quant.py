@@ -33,8 +33,8 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
 
 
 _SUMS = (
-    "the mean of squares is a float32 sum in another order: a number within 1e-7 of the border of two roundings may fall "
-    "on either side; none does in these captures"
+    "the mean of squares is a float32 sum in another order: a number within 1e-7 of the border of two roundings may "
+    "fall on either side; none does in these captures"
 )
 
 ADAPTER = Adapter(

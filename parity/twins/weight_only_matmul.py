@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 type Args = dict[str, Any]
