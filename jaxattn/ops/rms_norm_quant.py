@@ -137,7 +137,7 @@ def _reference(x, weight, *, residual, eps, mode, scale, upper_bound, group):
         p.rounded(y * w, dtype), mode=mode, scale=scale, upper_bound=upper_bound, group=group
     )
     out = out if residual is None else (*out, stored)
-    return out if len(out) > 1 else out[0]
+    return out[0] if len(out) == 1 else out
 
 
 def _outputs(*, mode, residual, **_):

@@ -108,7 +108,7 @@ def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, block=None, out_dtyp
 def _vector(name: str, x: Any, count: int) -> Any:
     """One number as [1], one per row or feature as [count]; shape-dtype structs too."""
     size = int(np.prod(x.shape))
-    if size not in (1, count) or max(x.shape, default=1) != size:
+    if size not in (1, count) or sum(n != 1 for n in x.shape) > 1:
         raise ValueError(f"{_OP}: {name} must be one number or a vector of {count}, got shape {tuple(x.shape)}")
     return jax.ShapeDtypeStruct((size,), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(size)
 

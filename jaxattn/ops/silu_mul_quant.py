@@ -82,7 +82,7 @@ def _reference(x, *, limit, mode, scale, upper_bound, group):
     out: tuple[Any, ...] = rows.quantize_rows(
         p.rounded(silu * up, x.dtype), mode=mode, scale=scale, upper_bound=upper_bound, group=group
     )
-    return out if len(out) > 1 else out[0]
+    return out[0] if len(out) == 1 else out
 
 
 def _outputs(*, mode, **_):

@@ -64,8 +64,8 @@ def gptq(
     """Input features one after the other; the error of each is made up for by those that follow.
 
     With U the upper Cholesky factor of the inverse of the damped Hessian, feature i is rounded, and
-    `(w_i - w'_i) / U_ii * U_ij` is subtracted from every later feature j. Scales are fitted group by group to the weight
-    as it has become by then.
+    `(w_i - w'_i) / U_ii * U_ij` is subtracted from every later feature j. Scales are fitted group by group to the
+    weight as it has become by then.
 
     Args:
         w: weight, input features first.

@@ -89,7 +89,7 @@ def shuffle_fp4_scales(scales: Array) -> Array:
 
 
 def to_s0e5m3(scales: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """NVFP4's positive e4m3 scales in five exponent and three mantissa bits: the bits of `fp16(128 s)` below its sign."""
+    """NVFP4's positive e4m3 scales as five exponent and three mantissa bits: those of `fp16(128 s)` below its sign."""
     bits = lax.bitcast_convert_type((p.wide(scales) * 128).astype(jnp.float16), jnp.uint16)
     return ((bits << 1) >> 8).astype(jnp.uint8)
 
