@@ -1,8 +1,8 @@
 """NF4 and FP4 of bitsandbytes: 4-bit codebooks with an absolute maximum per block, and its double quantization.
 
-The weight is read row by row in blocks of 64. Code i stands for `codebook[i] * absmax[block]`; two codes lie in a
-byte, the **even index in the high four bits**. Double quantization stores the absmax as 8-bit codes of a dynamic codebook with
-one float32 absmax per 256 of them, after the mean was subtracted.
+The weight is read row by row in blocks of 64. Code i stands for `codebook[i] * absmax[block]`; two codes lie in a byte,
+the **even index in the high four bits**. Double quantization stores the absmax as 8-bit codes of a dynamic codebook
+with one float32 absmax per 256 of them, after the mean was subtracted.
 
 NF4's sixteen numbers are the expected quantiles of a normal distribution (https://arxiv.org/abs/2305.14314, appendix
 E); FP4's magnitudes are 0, 1/192, 1/6, 1/4, 1/3, 1/2, 2/3, 1 in an order of its own. A number half way between two
