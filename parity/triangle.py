@@ -5,14 +5,18 @@
 A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B say which side to blame.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import fnmatch
+import functools
+import multiprocessing
 import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +26,10 @@ import jaxlib.version
 import ml_dtypes
 import numpy as np
 
+from jaxattn import registry
 from jaxattn._mechanism import Mechanism
 from pallas_kernels import _mosaic
-from parity import cases, execution, judge, tolerances
+from parity import captures, cases, execution, judge, tolerances
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -88,6 +93,7 @@ def run(
     captures: Iterable["Capture"],
     backend: str = "auto",
     progress: Progress | None = None,
+    jobs: int = 1,
 ) -> list[Result]:
     """Judge every capture that belongs to one of the mechanisms, cheap cases first.
 
@@ -97,6 +103,8 @@ def run(
         backend: `gpu` (compiled), `interpret` (simulated on the CPU), `reference` (kernels do not run), or `auto`,
             which is `gpu` where an sm_90a GPU is usable, else `interpret`.
         progress: called as `progress(done, total, case)` before each case and once at the end.
+        jobs: processes that share the cases (most of the time goes into compiling); for mechanisms of the registry
+            only. With several, the times of kernels on a GPU are taken while others run.
 
     Returns:
         Three results per output of each case. An exception in a case becomes a failed result.
@@ -107,13 +115,31 @@ def run(
     backend = resolve(backend)
     pairs = sorted(pair(mechanisms, captures), key=lambda p: sum(x.nbytes for x in p[1].inputs.values()))
     results: list[Result] = []
-    for i, (mechanism, capture) in enumerate(pairs):
-        if progress is not None:
-            progress(i, len(pairs), capture.name)
-        results += compare(mechanism, capture, backend)
+    with _workers(min(jobs, len(pairs))) as submit:
+        waiting = [submit(mechanism, capture, backend) for mechanism, capture in pairs]
+        for i, ((_, capture), done) in enumerate(zip(pairs, waiting, strict=True)):
+            if progress is not None:
+                progress(i, len(pairs), capture.name)
+            results += done()
     if progress is not None:
         progress(len(pairs), len(pairs), "")
     return results
+
+
+@contextlib.contextmanager
+def _workers(jobs: int) -> Iterator[Callable[..., Callable[[], list[Result]]]]:
+    """`submit(mechanism, capture, backend)` -> a function that gives the results, at once or from another process."""
+    if jobs < 2:
+        yield lambda *case: functools.partial(compare, *case)
+        return
+    # spawned: a fork of a process that runs jax may hang
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda m, capture, backend: pool.submit(_elsewhere, m.name, capture.path, capture.case, backend).result
+
+
+def _elsewhere(mechanism: str, path: Path, case: str, backend: str) -> list[Result]:
+    capture = next(c for c in captures.read(path) if c.case == case)
+    return compare(registry.find(mechanism), capture, backend)
 
 
 def resolve(backend: str) -> str:

@@ -8,6 +8,7 @@ compared or the input cannot be used. With --diff: 0 nothing got worse, 1 someth
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +29,16 @@ NOTHING = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parse(argv)
+    if args.jobs > 1:  # several processes share the GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console = Console()
     errors = Console(stderr=True)
     try:
         if args.diff:
             return _diff(*args.diff, args.step, args.out, console)
-        report = judge(args.captures, args.mechanism, args.backend, mutations=args.mutations, console=errors)
+        report = judge(
+            args.captures, args.mechanism, args.backend, mutations=args.mutations, jobs=args.jobs, console=errors
+        )
     except (schema.ReportError, UsageError) as e:
         errors.print(f"diff_report: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         return NOTHING
@@ -48,7 +53,7 @@ class UsageError(ValueError):
 
 
 def judge(
-    directories: Sequence[Path], names: Sequence[str], backend: str, *, mutations: bool, console: Console
+    directories: Sequence[Path], names: Sequence[str], backend: str, *, mutations: bool, jobs: int = 1, console: Console
 ) -> schema.Report:
     """Judge the shipped captures and those of `directories`.
 
@@ -57,6 +62,7 @@ def judge(
         names: mechanisms to judge, empty for all.
         backend: `auto`, `reference`, `interpret` or `gpu`.
         mutations: whether to test the judge too.
+        jobs: processes that share the cases.
         console: where the progress bar goes.
 
     Raises:
@@ -71,7 +77,7 @@ def judge(
     except ValueError as e:
         raise UsageError(str(e)) from e
     with _progress(console) as advance:
-        results = triangle.run(chosen, loaded, backend, progress=lambda *state: advance("comparing", *state))
+        results = triangle.run(chosen, loaded, backend, lambda *state: advance("comparing", *state), jobs)
         untested = {m.name: "left out by --no-mutations" for m in chosen}
         tested = _mutations(chosen, loaded, advance) if mutations else schema.mutations([], untested)
     claimed = {capture.name: capture.params for _, capture in triangle.pair(chosen, loaded)}
@@ -101,6 +107,8 @@ def write(report: schema.Report, out: Path) -> list[Path]:
 
 def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[..., None]) -> dict[str, Any]:
     """Plant the known faults of every mechanism that has captures, and count what the judge catches."""
+    import jax
+
     from parity import mutations, triangle
 
     judged = {mechanism.name: mechanism for mechanism, _ in triangle.pair(chosen, loaded)}
@@ -113,8 +121,9 @@ def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[.
         except ValueError as e:
             untested[name] = str(e)
             continue
-        mutants += mutations.run([mechanism], loaded)
-        mutants += mutations.contract(mechanism)
+        with jax.default_device(jax.devices("cpu")[0]):  # many small references: a GPU would only compile
+            mutants += mutations.run([mechanism], loaded)
+            mutants += mutations.contract(mechanism)
     advance("testing the judge", len(judged), len(judged), "")
     return schema.mutations([m.to_json() for m in mutants], untested)
 
@@ -165,6 +174,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mechanism", action="append", default=[], metavar="M", help="only this one; repeatable")
     parser.add_argument("--backend", choices=("auto", "reference", "interpret", "gpu"), default="auto")
     parser.add_argument("--no-mutations", dest="mutations", action="store_false", help="do not test the judge itself")
+    parser.add_argument(
+        "--jobs", type=int, default=min(os.cpu_count() or 1, 16), metavar="N", help="processes (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("OLD", "NEW"), help="what got worse between two reports")
     parser.add_argument(
