@@ -452,7 +452,8 @@ def test_mechanism_without_faults_is_a_gap_of_the_judge(judged, tmp_path, capsys
     judged(triangle_of("paged_good"))
     monkeypatch.setattr(mutations, "find", none)
     assert diff_report.main(["--out", str(tmp_path)]) == 0
-    assert "no fault planted in paged_attention (paged_attention has no faults)" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no fault planted in" in said and "paged_attention (paged_attention has no faults)" in said
     assert "No fault was planted" in Page((tmp_path / "report.html").read_text()).said
 
 
