@@ -5,6 +5,8 @@ in the kernel (then reference and captures are right). Faulty outputs come from 
 without a fault passes every comparison; a judge that lets a planted fault pass everywhere is broken.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -78,38 +80,10 @@ def find(mechanism: str) -> Faults:
     Raises:
         ValueError: nobody wrote any.
     """
-    from parity.faults import (
-        cache_write,
-        combine_partials,
-        hadamard_transform,
-        merge_states,
-        paged_attention,
-        quantize_fp8,
-        quantize_int8,
-        quantize_mx,
-        rms_norm_quant,
-        scaled_matmul,
-        silu_mul_quant,
-        weight_only_matmul,
-    )
-
-    known = {
-        "paged_attention": paged_attention.FAULTS,
-        "cache_write": cache_write.FAULTS,
-        "combine_partials": combine_partials.FAULTS,
-        "hadamard_transform": hadamard_transform.FAULTS,
-        "merge_states": merge_states.FAULTS,
-        "quantize_fp8": quantize_fp8.FAULTS,
-        "quantize_int8": quantize_int8.FAULTS,
-        "quantize_mx": quantize_mx.FAULTS,
-        "rms_norm_quant": rms_norm_quant.FAULTS,
-        "scaled_matmul": scaled_matmul.FAULTS,
-        "silu_mul_quant": silu_mul_quant.FAULTS,
-        "weight_only_matmul": weight_only_matmul.FAULTS,
-    }
-    if mechanism not in known:
-        raise ValueError(f"{mechanism} has no faults; write parity/faults/{mechanism}.py and list it here")
-    return known[mechanism]
+    name = f"parity.faults.{mechanism}"
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"{mechanism} has no faults; write parity/faults/{mechanism}.py")
+    return importlib.import_module(name).FAULTS
 
 
 def run(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[Mutant]:

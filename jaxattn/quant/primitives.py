@@ -31,7 +31,7 @@ def wide(x: Array) -> Float[Array, "..."]:
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """`x` in `dtype`; XLA, which drops a rounding when the next step widens again, keeps this one."""
-    return lax.optimization_barrier(x.astype(dtype))
+    return _exact.rounded(x, dtype).astype(dtype)
 
 
 def divide(x: Float[Array, "..."], y: Array | float) -> Float[Array, "..."]:
@@ -172,7 +172,7 @@ def round_integer(x: Float[Array, "..."], rounding: Rounding) -> Float[Array, ".
         return whole
     if rounding != "away":
         raise ValueError(f"rounding must be 'even', 'away' or 'zero', got {rounding!r}")
-    return whole + jnp.where(jnp.abs(x - whole) >= 0.5, jnp.sign(x), 0)
+    return whole + jnp.where(2 * jnp.abs(x - whole) >= 1, jnp.sign(x), 0)
 
 
 def to_int8(x: Float[Array, "..."], rounding: Rounding = "even") -> Int8[Array, "..."]:

@@ -1,5 +1,7 @@
 """What a foreign capture means in our terms: one adapter per mechanism, under the mechanism's stem."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,11 +53,11 @@ class Adapter:
     """The op's keyword arguments; whatever the op promises not to read is poisoned."""
     outputs: Mapping[str, Output]
     """Output name, shared by capture and op -> how it is judged."""
-    expected: Callable[["Capture"], Arrays]
+    expected: Callable[["Capture"], Arrays] = lambda capture: dict(capture.outputs)
     """The captured outputs in the op's layout."""
-    convention: Callable[["Capture", Arrays], Arrays]
+    convention: Callable[["Capture", Arrays], Arrays] = lambda capture, outputs: outputs
     """The op's outputs in the convention of the capture (for example: is the sink part of the log-sum-exp?)."""
-    explain: Callable[["Capture", dict[str, Any]], Explained | None]
+    explain: Callable[["Capture", dict[str, Any]], Explained | None] = lambda capture, args: None
     """Known foreign roundings of this capture, given the op's arguments; None where there are none."""
 
 
@@ -65,38 +67,7 @@ def find(mechanism: str) -> Adapter:
     Raises:
         ValueError: the mechanism names captures, but nobody wrote what they mean.
     """
-    from parity.cases import (
-        cache_write,
-        combine_partials,
-        hadamard_transform,
-        merge_states,
-        paged_attention,
-        quantize_fp8,
-        quantize_int8,
-        quantize_mx,
-        rms_norm_quant,
-        scaled_matmul,
-        silu_mul_quant,
-        weight_only_matmul,
-    )
-
-    adapters = {
-        "paged_attention": paged_attention.ADAPTER,
-        "cache_write": cache_write.ADAPTER,
-        "combine_partials": combine_partials.ADAPTER,
-        "hadamard_transform": hadamard_transform.ADAPTER,
-        "merge_states": merge_states.ADAPTER,
-        "quantize_fp8": quantize_fp8.ADAPTER,
-        "quantize_int8": quantize_int8.ADAPTER,
-        "quantize_mx": quantize_mx.ADAPTER,
-        "rms_norm_quant": rms_norm_quant.ADAPTER,
-        "scaled_matmul": scaled_matmul.ADAPTER,
-        "silu_mul_quant": silu_mul_quant.ADAPTER,
-        "weight_only_matmul": weight_only_matmul.ADAPTER,
-    }
-    if mechanism not in adapters:
-        raise ValueError(
-            f"{mechanism} has captures but no adapter; write parity/cases/{mechanism}.py and list it in "
-            f"parity/cases/__init__.py (there are: {', '.join(adapters)})"
-        )
-    return adapters[mechanism]
+    name = f"{__name__}.{mechanism}"
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"{mechanism} has captures but no adapter; write parity/cases/{mechanism}.py")
+    return importlib.import_module(name).ADAPTER

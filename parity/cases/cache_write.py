@@ -32,12 +32,6 @@ def expected(capture: "Capture") -> Arrays:
     return {k: v.view(ml_dtypes.float8_e4m3fn) if _quantised(capture) else v for k, v in caches.items()}
 
 
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our outputs as they are."""
-    del capture
-    return outputs
-
-
 def _quantised(capture: "Capture") -> bool:
     return str(capture.params["kv_cache_dtype"]).startswith("fp8")
 
@@ -47,8 +41,6 @@ _SCALES = Output(axes=("page", "slot", "head"), slice_rank=3, rule="exact", cont
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
     expected=expected,
-    convention=convention,
     outputs={"k_pages": _PAGES, "v_pages": _PAGES, "k_scale_pages": _SCALES, "v_scale_pages": _SCALES},
 )

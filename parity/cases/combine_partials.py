@@ -24,17 +24,9 @@ def expected(capture: "Capture") -> Arrays:
     return {"corrected": capture.outputs["corrected_o"], "lse": capture.outputs["lse"]}
 
 
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our outputs as they are."""
-    del capture
-    return outputs
-
-
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
     expected=expected,
-    convention=convention,
     outputs={
         "o": Output(axes=("sequence", "head", "dim"), slice_rank=2, rule="default", contract="contract"),
         "lse": Output(axes=("sequence", "head"), slice_rank=2, rule="lse", contract="contract_lse"),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from parity.cases import Adapter, Arrays, Explained, Output
+from parity.cases import Adapter, Explained, Output
 from parity.twins import hadamard_transform as twin
 
 if TYPE_CHECKING:
@@ -14,17 +14,6 @@ if TYPE_CHECKING:
 def arguments(capture: "Capture") -> dict[str, Any]:
     """The op's arguments."""
     return {"x": jnp.asarray(capture.inputs["x"])}
-
-
-def expected(capture: "Capture") -> Arrays:
-    """The captured output."""
-    return dict(capture.outputs)
-
-
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our output as it is."""
-    del capture
-    return outputs
 
 
 def explain(capture: "Capture", args: dict[str, Any]) -> Explained:
@@ -42,7 +31,5 @@ def explain(capture: "Capture", args: dict[str, Any]) -> Explained:
 ADAPTER = Adapter(
     arguments=arguments,
     explain=explain,
-    expected=expected,
-    convention=convention,
     outputs={"o": Output(axes=("row", "column"), slice_rank=1, rule="default", contract="contract")},
 )

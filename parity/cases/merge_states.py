@@ -35,7 +35,6 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
     expected=expected,
     convention=convention,
     outputs={

@@ -38,19 +38,11 @@ def expected(capture: "Capture") -> Arrays:
     return {name: x.reshape(()) if x.ndim == 1 else x[kept] for name, x in capture.outputs.items()}
 
 
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our outputs as they are."""
-    del capture
-    return outputs
-
-
 _ROWS = "constant rows of dynamic zero points are left out: vLLM's scale is 0 there and its zero point arbitrary"
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
     expected=expected,
-    convention=convention,
     outputs={
         "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="exact", note=_ROWS),
         "scale": Output(axes=("row", "group"), slice_rank=0, rule="exact", contract="exact", note=_ROWS),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from parity.cases import Adapter, Arrays, Output
+from parity.cases import Adapter, Output
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -21,17 +21,6 @@ def arguments(capture: "Capture") -> dict[str, Any]:
     return args | ({"mode": "group", "group": int(params["group"])} if "group" in params else {"mode": "token"})
 
 
-def expected(capture: "Capture") -> Arrays:
-    """The captured outputs."""
-    return dict(capture.outputs)
-
-
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our outputs as they are."""
-    del capture
-    return outputs
-
-
 _SUMS = (
     "the mean of squares is a float32 sum in another order: a number within 1e-7 of the border of two roundings may "
     "fall on either side; none does in these captures"
@@ -39,9 +28,6 @@ _SUMS = (
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
-    expected=expected,
-    convention=convention,
     outputs={
         "o": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_SUMS),
         "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_SUMS),

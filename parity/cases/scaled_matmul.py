@@ -37,7 +37,6 @@ def _named(capture: "Capture", outputs: Arrays) -> Arrays:
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
     expected=expected,
     convention=convention,
     outputs={

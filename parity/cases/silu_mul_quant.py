@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from parity.cases import Adapter, Arrays, Output
+from parity.cases import Adapter, Output
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -15,17 +15,6 @@ def arguments(capture: "Capture") -> dict[str, Any]:
     return {name: jnp.asarray(x) for name, x in capture.inputs.items()} | {"mode": "static"}
 
 
-def expected(capture: "Capture") -> Arrays:
-    """The captured output."""
-    return dict(capture.outputs)
-
-
-def convention(capture: "Capture", outputs: Arrays) -> Arrays:
-    """Our output as it is."""
-    del capture
-    return outputs
-
-
 _EXP = (
     "the exponential is another one: a number within 1e-7 of the border of two roundings may fall on either side; none "
     "does in this capture"
@@ -33,9 +22,6 @@ _EXP = (
 
 ADAPTER = Adapter(
     arguments=arguments,
-    explain=lambda capture, args: None,
-    expected=expected,
-    convention=convention,
     outputs={
         "o": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_EXP),
         "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_EXP),

@@ -14,7 +14,7 @@ _WHAT = {
     "cut-off": ("codes are cut off instead of rounded", Switches(cut=True)),
 }
 
-_HIDDEN = ("norm-1-percent",)
+_HIDDEN = ("norm-1-percent", "layer-norm")
 """Smaller than the rounding of codes: seen where the result or a dynamic scale leaves."""
 
 

@@ -93,7 +93,7 @@ def _round(x: np.ndarray, rounding: str, on: Switches) -> np.ndarray:
     if rounding == "even":
         return np.rint(x)
     whole = np.trunc(x)
-    return whole if rounding == "zero" else whole + np.sign(x) * (np.abs(x - whole) >= 0.5)
+    return whole if rounding == "zero" else whole + np.sign(x) * (2 * np.abs(x - whole) >= 1)
 
 
 def _sat(x: np.ndarray, on: Switches) -> np.ndarray:
