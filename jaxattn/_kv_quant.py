@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
@@ -33,31 +34,32 @@ def fp8(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def per_head_fp8(x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "..."]]:
-    """Codes and scale `max(amax / 448, 1e-6)`; the codes are of `x * (1 / scale)`."""
+    """Codes and scale `max(amax * (1 / 448), 1e-6)`; the codes are of `x * (1 / scale)`."""
     x = x.astype(wide(x))
-    scale = jnp.maximum(_exact.divide(jnp.abs(x).max(-1), FP8_MAX), SCALE_FLOOR)
+    scale = _scale(jnp.abs(x).max(-1), FP8_MAX)
     return fp8(x * _inverse(scale)), scale
 
 
 def per_head_int8(x: Float[Array, "... D"]) -> tuple[Int8[Array, "... D"], Float[Array, "..."]]:
-    """Codes and scale `max(amax / 127, 1e-6)`; `x * (1 / scale)` is rounded half away from zero."""
+    """Codes and scale `max(amax * (1 / 127), 1e-6)`; `x * (1 / scale)` is rounded half away from zero."""
     x = x.astype(wide(x))
-    scale = jnp.maximum(_exact.divide(jnp.abs(x).max(-1), INT8_MAX), SCALE_FLOOR)
+    scale = _scale(jnp.abs(x).max(-1), INT8_MAX)
     return jnp.clip(_half_away(x * _inverse(scale)), -128, 127).astype(jnp.int8), scale
 
 
 def per_head_int4(x: Float[Array, "... D"]) -> tuple[UInt8[Array, "... D/2"], Float[Array, "..."]]:
     """Packed codes and scale of an already rotated head.
 
-    `scale = max((max - min) / 15, 1e-6)`, zero point `z = round(-min / scale)` clamped to 0..15, code
+    `scale = max((max - min) * (1 / 15), 1e-6)`, zero point `z = round(-min * (1 / scale))` clamped to 0..15, code
     `round(x * (1 / scale) + z)` clamped to 0..15, halves away from zero. The even element of a pair lies in the low
     four bits. The scale's four lowest mantissa bits are replaced by `z`: what is returned holds both.
     """
     x = x.astype(wide(x))
     low, high = x.min(-1), x.max(-1)
-    scale = jnp.maximum(_exact.divide(high - low, INT4_MAX), SCALE_FLOOR)
-    zero = jnp.clip(_half_away(_exact.divide(-low, scale)), 0, INT4_MAX)
-    code = jnp.clip(_half_away(x * _inverse(scale) + zero[..., None]), 0, INT4_MAX).astype(jnp.uint8)
+    scale = _scale(high - low, INT4_MAX)
+    inverse = _inverse(scale)
+    zero = jnp.clip(_half_away(-low * inverse[..., 0]), 0, INT4_MAX)
+    code = jnp.clip(_half_away(_product(x, inverse) + zero[..., None]), 0, INT4_MAX).astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     packed = jax.lax.bitcast_convert_type((bits & -16) | zero.astype(jnp.int32), jnp.float32)
     return code[..., ::2] | (code[..., 1::2] << 4), packed.astype(x.dtype)
@@ -77,10 +79,39 @@ def rotate(x: Float[Array, "... D"], *, inverse: bool = False) -> Float[Array, "
     In float32 (float64 for float64), rounded to the dtype of `x` once. D must be a power of two.
     """
     D = x.shape[-1]
-    signs = jnp.asarray(_signs(D), wide(x))
+    sign = jnp.asarray(signs(D), wide(x))
     y = x.astype(wide(x))
-    y = hadamard(y) * signs if inverse else hadamard(y * signs)
+    y = hadamard(y) * sign if inverse else hadamard(y * sign)
     return y.astype(x.dtype)
+
+
+@functools.cache
+def rotation(D: int) -> np.ndarray:
+    """What `rotate` multiplies with from the right, +-1 of shape [D, D]; its transpose is that of the inverse."""
+    index = np.arange(D)
+    parity = np.bitwise_count(index[:, None] & index) & 1
+    return (signs(D)[:, None] * np.where(parity, -1, 1)).astype(np.float32)
+
+
+def rotate_for_int4(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """`rotate` with the roundings of vLLM's cache, in the dtype of `x`; float64 is not rounded.
+
+    From 16 numbers on the signed head goes to bfloat16, through two products with H_16 / 4 and H_k / sqrt(k),
+    k = D / 16, each rounded to bfloat16 (the last factor, too), and times sqrt(D) in float32.
+    """
+    D = x.shape[-1]
+    if D < 16 or x.dtype == jnp.float64:
+        return rotate(x)
+
+    def product(y, factor):
+        return _exact.rounded(hadamard(y) * factor, jnp.bfloat16)
+
+    y = _exact.rounded(x.astype(jnp.float32) * jnp.asarray(signs(D), jnp.float32), jnp.bfloat16)
+    k = D // 16
+    y = product(y.reshape(*x.shape[:-1], k, 16), 0.25)
+    root = float(ml_dtypes.bfloat16(k**-0.5))
+    y = jnp.swapaxes(product(jnp.swapaxes(y, -1, -2), root), -1, -2).reshape(x.shape)
+    return (y * np.float32(D**0.5)).astype(x.dtype)
 
 
 def hadamard(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -101,11 +132,30 @@ def hadamard(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     return x
 
 
+PER_HEAD = {
+    "int8": per_head_int8,
+    "float8_e4m3fn": per_head_fp8,
+    "uint8": lambda x: per_head_int4(rotate_for_int4(x)),
+}
+"""Dtype of a cache -> codes and scales of heads."""
+
+
 @functools.cache
-def _signs(D: int) -> np.ndarray:
+def signs(D: int) -> np.ndarray:
     """+1 where a 24-bit uniform number of the Mersenne Twister, seeded as PyTorch does, lies below one half."""
     draws = np.random.RandomState(_SIGN_SEED).randint(0, 2**32, size=D, dtype=np.uint32)
     return np.where((draws & 0xFFFFFF) < 1 << 23, 1, -1).astype(np.int8)
+
+
+def _scale(size, limit: float):
+    """`max(size * (1 / limit), 1e-6)`, the reciprocal rounded: what Triton makes of a division by a constant."""
+    share = size / limit if size.dtype == jnp.float64 else size * np.float32(1 / limit)
+    return jnp.maximum(share, SCALE_FLOOR)
+
+
+def _product(x, y):
+    """`x * y`, rounded: not joined with a sum that follows."""
+    return jax.lax.optimization_barrier(x * y)
 
 
 def _inverse(scale):

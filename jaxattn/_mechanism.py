@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxattn import _checks
+from pallas_kernels import _tuned
+
 REFERENCE = "reference"
 
 type Args = dict[str, Any]
@@ -35,6 +38,9 @@ class Kernel:
     """`default_config(**args)` -> the frozen, hashable launch configuration."""
     configs: Callable[..., Iterable[Any]]
     """`configs(**args)` -> the legal configurations, for tuning."""
+    proven: bool | Callable[..., bool] = True
+    """False until its cases passed on a GPU, or a function that says so of arguments; what is not proven runs only
+    where it is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,22 @@ class Case:
     name: str
     make: Callable[[np.random.Generator], Args]
     tags: frozenset[str] = frozenset()
-    """`smoke` runs interpreted in every test run, `full` on a GPU only, `bench` is timed."""
+    """`smoke` runs interpreted in every test run, `full` on a GPU only, `bench` is timed (and, alone, only timed);
+    `eight_bit` says that its products run on 8-bit units."""
+    shapes: Callable[[], Args] | None = None
+    """The same arguments as shapes, for cases that are too large to make without need."""
+
+
+def in_one_program(make: Callable[..., Args], *arrays: Any) -> Args:
+    """`make(*arrays)`, its arrays computed by one program: by itself each small step of a case would be compiled."""
+    others: Args = {}
+
+    def only_arrays(*arrays):
+        made = make(*arrays)
+        others.update({name: x for name, x in made.items() if not _checks.is_array(x)})
+        return {name: x for name, x in made.items() if name not in others}
+
+    return jax.jit(only_arrays)(*arrays) | others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +90,9 @@ class Mechanism:
     """Arguments that kernels differentiate; empty = kernels are inference only."""
     module: str | None = None
     """`package.module:Class` of the Flax module, a string so that ops never import Flax."""
+    probe: Callable[..., tuple[Args, np.ndarray]] | None = None
+    """`probe(rng, **args)` -> (smaller arguments, rows): the reference of these is that of `args` at rows `rows` of the
+    first axis of every output. For benchmarks, whose full reference would take too long; None = take it whole."""
     captures: tuple[str, ...] = ()
     """Glob patterns `family/case` of the foreign captures that this mechanism answers for."""
     support: tuple[tuple[str, Args], ...] = field(default=())
@@ -97,16 +121,27 @@ def run(mechanism: Mechanism, args: Args, implementation: str | None, config: An
             )
         return mechanism.reference(**args)
     kernel = mechanism.kernels[name]
-    default = kernel.default_config(**args)
-    if not isinstance(config, type(default) | None):
+    kind = config_kind(kernel, args)
+    if not isinstance(config, kind | None):
         raise TypeError(
-            f"{mechanism.name}: config of {name!r} must be a {type(default).__module__}.{type(default).__qualname__}, "
+            f"{mechanism.name}: config of {name!r} must be a {kind.__module__}.{kind.__qualname__}, "
             f"got {type(config).__name__}"
         )
-    config = default if config is None else config
+    config = default_config(mechanism, kernel, args) if config is None else config
     if mechanism.grads:
         return kernel.run(config=config, **args)
     return _without_gradient(mechanism.name, name, kernel, config, args)
+
+
+def config_kind(kernel: Kernel, args: Args) -> type:
+    """Base of a kernel's configurations; kernels that share a name share it."""
+    return type(kernel.default_config(**args)).__mro__[-2]
+
+
+def default_config(mechanism: Mechanism, kernel: Kernel, args: Args) -> Any:
+    """What a call without `config` takes: the tuned configuration of its shapes, dtypes and options, else the rule."""
+    tuned = _tuned.config(mechanism.name, config_kind(kernel, args), **args)
+    return kernel.default_config(**args) if tuned is None else tuned
 
 
 def choose(mechanism: Mechanism, args: Args, implementation: str | None) -> str:
@@ -114,8 +149,8 @@ def choose(mechanism: Mechanism, args: Args, implementation: str | None) -> str:
     if implementation == REFERENCE:
         return REFERENCE
     if implementation is None:
-        for name in mechanism.kernels:
-            if _reason(mechanism.kernels[name], args) is None:
+        for name, kernel in mechanism.kernels.items():
+            if _proven(kernel, args) and _reason(kernel, args) is None:
                 return name
         return REFERENCE
     if implementation not in mechanism.kernels:
@@ -135,6 +170,10 @@ def _reason(kernel: Kernel, args: Args, here: bool = True) -> str | None:
     if reason is None and here:
         reason = kernel.why_not_here()
     return reason
+
+
+def _proven(kernel: Kernel, args: Args) -> bool:
+    return kernel.proven(**args) if callable(kernel.proven) else kernel.proven
 
 
 def _without_gradient(name: str, implementation: str, kernel: Kernel, config: Any, args: Args):
@@ -186,6 +225,9 @@ def explain(mechanism: Mechanism, /, *, on_target: bool = False, **args) -> Expl
     """
     prepared = mechanism.prepare(**args)
     reasons = {name: _reason(kernel, prepared, here=not on_target) for name, kernel in mechanism.kernels.items()}
+    for name, kernel in mechanism.kernels.items():
+        if reasons[name] is None and not _proven(kernel, prepared):
+            reasons[name] = f"not proven on a GPU yet; runs only with implementation={name!r}"
     reasons[REFERENCE] = None
     chosen = next(name for name, reason in reasons.items() if reason is None)
     return Explanation(mechanism=mechanism.name, chosen=chosen, reasons=reasons)

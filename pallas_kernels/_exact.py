@@ -43,3 +43,15 @@ def _high(x: jax.Array) -> jax.Array:
     """The upper half of the mantissa, so that products of halves are exact."""
     far = x * _SPLIT
     return far - (far - x)
+
+
+def butterflies(x: jax.Array, group: int, first: int = 1) -> jax.Array:
+    """`[..., M]` times Sylvester's matrix of +-1 in groups of `group`: sums of distance `first`, twice as much, ..."""
+    y = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    half = first
+    while half < group:
+        pairs = y.reshape(*y.shape[:-1], group // (2 * half), 2, half)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = jnp.stack([a + b, a - b], -2).reshape(y.shape)
+        half *= 2
+    return y.reshape(x.shape)

@@ -1,37 +1,42 @@
-"""The one file that knows JAX's private parts: interpreting, compiling for sm_90a without a GPU, device facts.
+"""The one file that knows JAX's private parts: interpreting, instructions, device facts, timing.
 
 Mosaic GPU says of itself that it may change from week to week; whatever a new jax release breaks should break here.
 """
 
 import contextlib
-import dataclasses
-import json
+import importlib
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax._src import config as jax_config
 from jax._src import hardware_utils
 from jax._src.lib import cuda_path, cuda_versions
+from jax._src.lib.mlir.dialects import nvvm
+from jax._src.pallas.mosaic_gpu import core as _core
+from jax._src.pallas.mosaic_gpu import lowering as _lowering
+from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
-from jax.experimental import topologies
+from jax._src.state import primitives as _state
+from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _exact
 
+_wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")  # the package has a function of this name
 SMEM_BYTES = 232_448
 """Shared memory that one thread block may use on sm_90."""
-H200 = Path(__file__).with_name("h200_target.txtpb")
 _CUDA_EXTRAS = (12, 13)
 _INSTALL = "install jaxattn[cuda13] (or [cuda12])"
 _NEED = "needs an sm_90a GPU (H100, H200)"
@@ -40,6 +45,10 @@ _NEED = "needs an sm_90a GPU (H100, H200)"
 # ---------------------------------------------------------------- names that jax's type stubs hide
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 """Accumulator of wgmma."""
+gpu: Any = mosaic_gpu
+gpu_utils: Any = mosaic_gpu_utils
+arith, ir, llvm, vector = gpu_utils.arith, gpu_utils.ir, gpu_utils.llvm, gpu_utils.vector
+"""What inlined device code is written with."""
 
 
 def swizzled(span_bytes: int, *, bytes_per_value: int, rows: int = 8) -> tuple[Any, ...]:
@@ -69,7 +78,7 @@ def either(names: Iterable[Any]) -> str:
 
 def smem_bytes(scratch: Iterable[Any]) -> int:
     """Shared memory of scratch types: each buffer starts at a multiple of 1024 bytes, one more holds the barriers."""
-    buffers = [s for s in scratch if not isinstance(s, plgpu.Barrier)]
+    buffers = [s for s in scratch if not isinstance(s, plgpu.Barrier | plgpu.ClusterBarrier)]
     return 1024 + sum(-(-math.prod(s.shape) * jnp.dtype(s.dtype).itemsize // 1024) * 1024 for s in buffers)
 
 
@@ -115,16 +124,339 @@ def divide(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
 
     See `_exact.divide`, for code outside kernels, for what a plain `/` does.
     """
+    return pointwise("div.rn.f32", _exact.divide, layout, x, y)
+
+
+def pointwise(instruction: str, interpreted: Callable[..., jax.Array], layout: Any, *arrays: jax.Array) -> jax.Array:
+    """A float32 PTX instruction on each element, with the rounding and the NaN rule that its name says.
+
+    Args:
+        instruction: `fma.rn.f32`, say. Unlike `+` and `*` it is never contracted with another one.
+        interpreted: the same in jnp.
+        layout: of all arrays, in registers.
+        *arrays: its operands, of one shape.
+    """
     if interpreting():
-        return _exact.divide(x, y)
+        return jax.lax.optimization_barrier(interpreted(*jax.lax.optimization_barrier(arrays)))
+    out = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
+
+    def emit(context, first, *others):
+        del context
+        return first._pointwise(first._lift_fast_instr(instruction), *others)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,) * len(arrays), return_type=out)
+    if getattr(layout, "layout_cls", layout) is not plgpu.Layout.WG_SPLAT:  # a splat needs no cast, and allows none
+        arrays = tuple(plgpu.layout_cast(x, layout) for x in arrays)
+    return inline(emit)(*arrays)
+
+
+def larger(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
+    """The larger of two numbers of one float type, of a number and NaN the number."""
+    if interpreting():
+        return jnp.fmax(x, y)
+    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[jnp.dtype(x.dtype).name]
     out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
 
-    def div_rn(context, a, b):
+    def emit(context, a, b):
         del context
-        return a._pointwise(a._lift_fast_instr("div.rn.f32"), b)
+        how = a._lift_fast_instr("max.f32") if kind == "f32" else None
+        return a._pointwise(how or a._lift_fast_packed_instr(f"max.{kind}x2", f"max.{kind}"), b)
 
     inline: Any = plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
-    return inline(div_rn)(plgpu.layout_cast(x, layout), plgpu.layout_cast(y, layout))
+    return inline(emit)(plgpu.layout_cast(x, layout), plgpu.layout_cast(y, layout))
+
+
+def to_int32(x: jax.Array, layout: Any) -> jax.Array:
+    """float32 numbers to the nearest integer, halves to even; NaN becomes 0, and what is too large saturates."""
+    if interpreting():
+        limit = 2.0**31
+        whole = jnp.round(jnp.where(jnp.isnan(x), 0, x))
+        return jnp.where(whole >= limit, 2**31 - 1, jnp.where(whole < -limit, -(2**31), whole.astype(jnp.int32)))
+    out = plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout)
+
+    def emit(context, array):
+        del context
+        i32 = ir.IntegerType.get_signless(32)
+        registers = np.empty(array.registers.shape, object)
+        for at, register in np.ndenumerate(array.registers):
+            [count] = ir.VectorType(register.type).shape
+            result = llvm.mlir_undef(ir.VectorType.get((count,), i32))
+            for i in range(count):
+                whole = llvm.inline_asm(i32, [vector.extract(register, [], [i])], "cvt.rni.s32.f32 $0, $1;", "=r,f")
+                result = vector.insert(whole, result, [], [i])
+            registers[at] = result
+        return type(array)(_registers=registers, _layout=array.layout, _is_signed=True)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(x, layout))
+
+
+def relabel(x: jax.Array, old: Any, shape: tuple[int, ...], new: Any) -> jax.Array:
+    """`x.reshape(shape)` from register layout `old` to `new`, which must put every number where it already is."""
+    if interpreting():
+        return x.reshape(shape)
+    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=new)
+
+    def emit(context, array):
+        del context
+        layout = new.to_mgpu()
+        registers = array.registers.reshape(layout.registers_shape(shape))
+        return type(array)(_registers=registers, _layout=layout, _is_signed=array.is_signed)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(old,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(x, old))
+
+
+def pack_nibbles(codes: jax.Array, old: Any, new: Any) -> jax.Array:
+    """4-bit int32 codes [N, D] as bytes [N, D / 2], the even index in the low bits.
+
+    Register layout `new` must have half as many neighbouring values in each lane as `old`, and else be the same.
+    """
+    if interpreting():
+        return (codes[:, ::2] | (codes[:, 1::2] << 4)).astype(jnp.uint8)
+    shape = (codes.shape[0], codes.shape[1] // 2)
+    out = plgpu.ShapeDtypeStruct(shape, jnp.uint8, layout=new)
+
+    def emit(context, array):
+        del context
+        layout, i32 = new.to_mgpu(), ir.IntegerType.get_signless(32)
+        registers = np.empty(array.registers.shape, object)
+        for at, register in np.ndenumerate(array.registers):
+            [count] = ir.VectorType(register.type).shape
+            word = vector.extract(register, [], [count - 1])
+            for i in reversed(range(count - 1)):
+                word = arith.shli(word, arith.constant(i32, 4))
+                word = arith.addi(word, vector.extract(register, [], [i]))
+            if count < 8:
+                word = arith.trunci(ir.IntegerType.get_signless(4 * count), word)
+            registers[at] = gpu_utils.bitcast(word, ir.VectorType.get((count // 2,), ir.IntegerType.get_signless(8)))
+        registers = registers.reshape(layout.registers_shape(shape))
+        return type(array)(_registers=registers, _layout=layout, _is_signed=False)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(old,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(codes, old))
+
+
+def butterflies(x: jax.Array, group: int, layout: Any, first: int = 1) -> jax.Array:
+    """float32 rows [N, D] times Sylvester's matrix of +-1 in groups of `group`, a power of two; `layout` of `_rows`.
+
+    Sums of distance `first`, twice as much, ... within the values of a lane, between lanes, then between registers.
+    """
+    if interpreting():
+        return _exact.butterflies(x, group, first)
+    out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+    def emit(context, array):
+        del context
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        registers = array.registers.reshape(array.registers.shape[:2])
+        [vec] = ir.VectorType(registers.flat[0].type).shape
+        across = array.layout.base_tile_shape[1] // vec
+        lane = arith.remui(gpu_utils.thread_idx(), arith.constant(i32, 32))
+        result = np.empty_like(registers)
+        for i in range(registers.shape[0]):
+            values = [[vector.extract(r, [], [v]) for v in range(vec)] for r in registers[i]]
+            flat = [value for part in values for value in part]
+            distance = first
+            while distance < group:
+                if distance < vec or distance >= across * vec:
+                    step = distance if distance < vec else distance // across  # in `flat`
+                    for a in range(len(flat)):
+                        if not a & step:
+                            low, high = flat[a], flat[a + step]
+                            flat[a], flat[a + step] = arith.addf(low, high), arith.subf(low, high)
+                else:
+                    hop = distance // vec
+                    upper = arith.cmpi(
+                        arith.CmpIPredicate.ne,
+                        arith.andi(lane, arith.constant(i32, hop)),
+                        arith.constant(i32, 0),
+                    )
+                    sign = arith.select(upper, arith.constant(f32, -1.0), arith.constant(f32, 1.0))
+                    # a product with +-1 is exact, so this rounds once, like the sum
+                    flat = [llvm.intr_fma(value, sign, gpu_utils.shfl_bfly(value, hop)) for value in flat]
+                distance *= 2
+            for j in range(registers.shape[1]):
+                register = llvm.mlir_undef(registers[i, j].type)
+                for v in range(vec):
+                    register = vector.insert(flat[j * vec + v], register, [], [v])
+                result[i, j] = register
+        return type(array)(_registers=result.reshape(array.registers.shape), _layout=array.layout, _is_signed=None)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(x, layout))
+
+
+def swap_pairs(x: jax.Array, layout: Any) -> jax.Array:
+    """Neighbours (2i, 2i + 1) of the last axis exchanged; each lane must hold an even number of neighbouring values."""
+    return partners(x, 1, layout)
+
+
+def partners(x: jax.Array, distance: int, layout: Any) -> jax.Array:
+    """Numbers i and i ^ distance of the last axis exchanged, in float32 rows of a layout of `_rows`.
+
+    Args:
+        x: [N, D], D a multiple of twice the distance.
+        distance: a power of two, less than the neighbours in a lane or a multiple of them.
+        layout: of `x`.
+    """
+    if interpreting():
+        return x.reshape(*x.shape[:-1], -1, 2, distance)[..., ::-1, :].reshape(x.shape)
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    def emit(context, array):
+        del context
+        before = array.registers.reshape(array.registers.shape[:2])
+        after = np.empty_like(before)
+        [vec] = before.flat[0].type.shape
+        across = array.layout.base_tile_shape[1] // vec
+        for i, j in np.ndindex(before.shape):
+            if distance < vec:
+                after[i, j] = vector.shuffle(before[i, j], before[i, j], [v ^ distance for v in range(vec)])
+            elif distance < across * vec:
+                after[i, j] = llvm.mlir_undef(before[i, j].type)
+                for v in range(vec):
+                    number = gpu_utils.shfl_bfly(vector.extract(before[i, j], [], [v]), distance // vec)
+                    after[i, j] = vector.insert(number, after[i, j], [], [v])
+            else:
+                after[i, j] = before[i, j ^ distance // (across * vec)]
+        return type(array)(
+            _registers=after.reshape(array.registers.shape), _layout=array.layout, _is_signed=array.is_signed
+        )
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(x, layout))
+
+
+def product_sum(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, layout: Any) -> jax.Array:
+    """`a * b + c * d` in float32 with every product rounded: `+` and `*` may be fused, these are not."""
+    if interpreting():
+        first, second = jax.lax.optimization_barrier((a * b, c * d))
+        return first + second
+    out = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+
+    def emit(context, a, b, c, d):
+        del context
+        multiply = a._lift_fast_instr("mul.rn.f32")
+        return a._pointwise(multiply, b)._pointwise(a._lift_fast_instr("add.rn.f32"), c._pointwise(multiply, d))
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,) * 4, return_type=out)
+    return inline(emit)(*(plgpu.layout_cast(x, layout) for x in (a, b, c, d)))
+
+
+def products(
+    q: Any, k: Any, v: Any, o: jax.Array, p: jax.Array, *, values_first: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Start `s = q k^T` and, behind it, `o += p v`; wgmma groups 1 and 2, both in flight: wait before reading either.
+
+    With `values_first` the other way round.
+
+    Operands in shared memory are pieces of 64 columns, each a swizzled tile: q [D/64, 64, 64], k [D/64, keys, 64],
+    v [Dv/64, keys, 64]. o [64, Dv] and p [64, keys] are registers. All registers are made ready before the first
+    product, because ptxas runs products one by one if an operand of the second is moved after the first was issued.
+    """
+    tile = plgpu.RefType(swizzled(128, bytes_per_value=2))
+    acc = plgpu.Layout.WGMMA
+    keys = p.shape[1]
+    types = [plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=acc) for shape in ((o.shape[0], keys), o.shape)]
+
+    def issue(context, q, k, v, o, p):
+        del context
+        zero = mosaic_gpu.FragmentedArray.splat(mosaic_gpu.c(0.0, o.mlir_dtype), (o.shape[0], keys), o.layout)
+        p = _wgmma.wgmma_fence(p)
+        s, o = (_wgmma.WGMMAAccumulator.from_registers(x) for x in (zero, o))
+        q, k, v = (mosaic_gpu.memref_slice(x, (slice(None), slice(None), 0)) for x in (q, k, v))
+        q = mosaic_gpu.memref_transpose(q, (1, 0, 2, 3))
+        k, v = mosaic_gpu.memref_transpose(k, (0, 1, 3, 2)), mosaic_gpu.memref_transpose(v, (1, 0, 2, 3))
+        for values in (values_first, not values_first):
+            if values:
+                o = _add_product(o, p, v, o._value.shape[1])
+            else:
+                s = _wgmma.wgmma(s, q, k)
+            nvvm.wgmma_commit_group_sync_aligned()
+        return s.value, o.value
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(tile, tile, tile, acc, acc), return_type=types)
+    return tuple(inline(issue)(q, k, v, o, p))
+
+
+def add_product(v: Any, o: jax.Array, p: jax.Array, columns: int | None = None) -> jax.Array:
+    """Start `o += p v`, operands as in `products`: one wgmma group, in flight.
+
+    An instruction computes `columns` columns, all by default; its sums must fit the registers that ptxas allows for a
+    thread of the whole kernel.
+    """
+    tile = plgpu.RefType(swizzled(128, bytes_per_value=2))
+    acc = plgpu.Layout.WGMMA
+
+    def issue(context, v, o, p):
+        del context
+        v = mosaic_gpu.memref_slice(v, (slice(None), slice(None), 0))
+        v = mosaic_gpu.memref_transpose(v, (1, 0, 2, 3))
+        p, o = _wgmma.wgmma_fence(p), _wgmma.WGMMAAccumulator.from_registers(o)
+        o = _add_product(o, p, v, columns or o._value.shape[1])
+        nvvm.wgmma_commit_group_sync_aligned()
+        return o.value
+
+    kind = plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=acc)
+    inline: Any = plgpu.inline_mgpu(arg_types=(tile, acc, acc), return_type=kind)
+    return inline(issue)(v, o, p)
+
+
+def _add_product(acc: Any, a: Any, b: Any, columns: int) -> Any:
+    """`acc += a b` with `a` in registers that are ready; `mosaic_gpu.wgmma` without its fence."""
+    rows, total = acc._value.shape
+    descriptor: Any = mma_utils.create_descriptor(
+        b, swizzle=128, large_tile=(64, 64), group_size=(64, columns), logical_k_major=True
+    )
+    (base, strides), (group, step), fastest = descriptor
+    registers = acc._value.registers.copy()
+    width, step = (64, step) if a.shape[1] % 64 == 0 else (16, strides[1][0])
+    for i in range(a.shape[1] // width):
+        for n in range(total // columns):
+            part = slice(n * columns // 8, (n + 1) * columns // 8)
+            registers[:, part] = _wgmma.wgmma_m64(
+                registers[:, part],
+                a[:rows, i * width : (i + 1) * width],
+                _wgmma._llvm_add(base, mosaic_gpu.c(mma_utils.encode_addr(i * step + n * group), base.type)),
+                swizzle=2 * width,  # of a, in a manner of speaking: that of b is in its descriptor
+                n=columns,
+                a_element_type=a.mlir_dtype,
+                b_element_type=a.mlir_dtype,
+                b_transpose=fastest != mma_utils.Dim.K,
+                b_k_stride=strides[1][0],
+                a_transpose=None,
+                a_k_stride=None,
+            )
+    value = mosaic_gpu.FragmentedArray(_registers=registers, _layout=acc._value.layout, _is_signed=None)
+    return _wgmma.WGMMAAccumulator(_value=value, _original_layout=acc._original_layout, _sync=False)
+
+
+_arrive_when_copied = jax.extend.core.Primitive("arrive_when_copied")
+_arrive_when_copied.multiple_results = True
+
+
+def arrive_when_copied(barrier: Any) -> None:
+    """Keep a barrier from completing before the `cp.async` copies that this warpgroup started so far have.
+
+    It does not count as an arrival: that comes after it. Compiled only.
+    """
+    ref, transforms = _state.get_ref_and_transforms(barrier, None, "arrive_when_copied")
+    flat, tree = jax.tree.flatten(transforms)
+    _arrive_when_copied.bind(ref, *flat, tree=tree)
+
+
+@_arrive_when_copied.def_effectful_abstract_eval
+def _(barrier, *indices, tree):
+    del barrier, indices, tree
+    return (), {_core._memory_effect}
+
+
+@_lowering.register_lowering_rule(_arrive_when_copied, mosaic_gpu.LoweringSemantics.Warpgroup)
+def _(context, barrier, *indices, tree):
+    index = _primitives._get_barrier_base_index(context.avals_in[0], tree.unflatten(indices))
+    nvvm.cp_async_mbarrier_arrive((barrier if index is None else barrier[index]).get_ptr())
+    return ()
 
 
 def store(ref: Any, value: jax.Array) -> None:
@@ -251,128 +583,12 @@ def num_sms() -> int:
     return getattr(jax.devices()[0], "core_count", None) or 132
 
 
-# ---------------------------------------------------------------- compiling without a GPU
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiler said about one function, compiled for an H200 on a machine without a GPU."""
-
-    name: str
-    seconds: float
-    """Processor time of tracing and compiling, of this process and the compiler's: the same on a busy machine."""
-    kernels: tuple[str, ...]
-    registers: int
-    spill_bytes: int
-    error: str | None = None
-
-
-def compile_h200(fn: Callable, *args: Any, donate: Sequence[int] = ()):
-    """`fn` compiled to sm_90a machine code, in this process; `args` are arrays or `jax.ShapeDtypeStruct`.
-
-    Needs the CUDA plugin, ptxas and libdevice, but no GPU; raises the compiler's error. A broken kernel can abort the
-    process: `compile_report` runs it in another one.
-    """
-    if not jax.tree.leaves(args):
-        raise ValueError("compile_h200 needs at least one array argument, else XLA compiles for the host")
-    description = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
-    mesh = topologies.make_mesh(description, (1,), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(fn, donate_argnums=tuple(donate)).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
-
-
-def compile_report(program: str, names: Sequence[str], *, timeout_s: float = 600) -> list[Compiled]:
-    """Compile named functions in a subprocess and read the compiler's resource report.
-
-    Args:
-        program: `module:function`; `function(name)` returns (callable, args) for each of `names`.
-        names: what to compile. After a crash the rest is compiled in a fresh process.
-        timeout_s: for each process.
-
-    Returns:
-        One record per name; a missing lowering, too much shared memory or a crash is its `error`.
-    """
-    done: dict[str, Compiled] = {}
-    while rest := [n for n in names if n not in done]:
-        with tempfile.TemporaryDirectory() as tmp:
-            out = Path(tmp) / "out.jsonl"
-            env = dict(os.environ, JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTXAS="1", **_installed_compiler())
-            command = [sys.executable, "-m", "pallas_kernels._mosaic", program, str(out), *rest]
-            try:
-                process = subprocess.run(
-                    command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-                )
-                last = process.stderr.strip().splitlines()[-1:]
-                message = "; ".join([f"exit code {process.returncode}", *last])
-            except subprocess.TimeoutExpired:
-                message = f"no result after {timeout_s:.0f} s"
-            lines = out.read_text().splitlines() if out.exists() else []
-        for line in lines:
-            record = json.loads(line)
-            done[record["name"]] = Compiled(**(record | {"kernels": tuple(record["kernels"])}))
-        crashed = next((n for n in rest if n not in done), None)
-        if crashed is not None:
-            done[crashed] = Compiled(crashed, 0.0, (), 0, 0, f"the compiler process died: {message}")
-    return [done[n] for n in names]
-
-
-def _installed_compiler() -> dict[str, str]:
-    """The variable that makes XLA take the packages' ptxas, of a known version, before the machine's."""
-    root = next((root for root in _cuda_wheels() if (root / "bin" / "ptxas").exists()), None)
-    if root is None:
-        return {}
-    return {"PATH": os.pathsep.join([str(root / "bin"), *os.get_exec_path()])}
-
-
-def _processor_seconds() -> float:
-    return sum(os.times()[:4])
-
-
-def _compile_main(program: str, out: str, *names: str) -> None:
-    import importlib
-
-    module, _, function = program.partition(":")
-    build = getattr(importlib.import_module(module), function)
-    for name in names:
-        with tempfile.TemporaryFile("w+") as log:
-            start, error = _processor_seconds(), None
-            try:
-                with _captured_stdout(log):
-                    fn, args = build(name)
-                    compile_h200(fn, *args)
-            except Exception as e:
-                error = f"{type(e).__name__}: {' '.join(str(e).split())[:500]}"
-            seconds = _processor_seconds() - start
-            log.seek(0)
-            text = log.read()
-        record = Compiled(
-            name,
-            seconds,
-            tuple(re.findall(r"Compiling entry function '?([\w$]+)", text)),
-            max(map(int, re.findall(r"Used (\d+) registers", text)), default=0),
-            sum(map(int, re.findall(r"(\d+) bytes spill", text))),
-            error,
-        )
-        with Path(out).open("a") as f:
-            f.write(json.dumps(dataclasses.asdict(record)) + "\n")
-
-
-@contextlib.contextmanager
-def _captured_stdout(file) -> Iterator[None]:
-    """Redirect the process's file descriptor 1 and 2: the compiler writes past Python."""
-    sys.stdout.flush()
-    saved = os.dup(1), os.dup(2)
+def profiler() -> tuple[Callable[[], None], Callable[[bool], list[tuple[str, float]]]]:
+    """CUPTI's `start()` and `stop(True)` -> (kernel, milliseconds); raises RuntimeError where this jax has none."""
     try:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for fd, old in zip((1, 2), saved, strict=True):
-            os.dup2(old, fd)
-            os.close(old)
+        from jax._src.lib import mosaic_gpu as lib
 
-
-if __name__ == "__main__":
-    _compile_main(*sys.argv[1:])
+        cupti: Any = lib._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
+        return cupti._cupti_init, cupti._cupti_get_timings
+    except (ImportError, AttributeError) as e:
+        raise RuntimeError(f"this jax has no CUPTI profiler: {e}; install jaxattn[cuda13] (or [cuda12])") from e

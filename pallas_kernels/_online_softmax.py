@@ -40,8 +40,8 @@ def update(state: State, s, sharp: float) -> tuple[State, Any]:
     m, total, o = state
     m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
     alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(s * sharp - _across(m_new, s))
-    return (m_new, total * alpha + jnp.sum(p, axis=1), _scaled(o, alpha)), p
+    p = jnp.exp2(s * sharp - across(m_new, s))
+    return (m_new, total * alpha + jnp.sum(p, axis=1), scaled(o, alpha)), p
 
 
 def with_sink(state: State, sink) -> State:
@@ -49,20 +49,20 @@ def with_sink(state: State, sink) -> State:
     m, total, o = state
     m_new = jnp.maximum(m, sink)
     alpha = jnp.exp2(m - m_new)
-    return m_new, total * alpha + jnp.exp2(sink - m_new), _scaled(o, alpha)
+    return m_new, total * alpha + jnp.exp2(sink - m_new), scaled(o, alpha)
 
 
 def output(state: State) -> tuple[Any, ...]:
     """The normalised chunks of o; zeros in rows that saw no key."""
     _, total, o = state
-    return _scaled(o, _mosaic.divide(jnp.ones_like(total), jnp.where(total > 0, total, 1.0), ROW))
+    return scaled(o, _mosaic.divide(jnp.ones_like(total), jnp.where(total > 0, total, 1.0), ROW))
 
 
-def _scaled(o: tuple[Any, ...], factor) -> tuple[Any, ...]:
-    return tuple(chunk * _across(factor, chunk) for chunk in o)
+def scaled(o: tuple[Any, ...], factor) -> tuple[Any, ...]:
+    return tuple(chunk * across(factor, chunk) for chunk in o)
 
 
-def _across(row, like):
+def across(row, like):
     """A value per row, repeated over the columns of `like`."""
     return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
 

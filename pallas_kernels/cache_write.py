@@ -3,14 +3,19 @@
 One thread block a token: its row of all KV heads goes through registers to the slot's place. Pages are flattened to
 slots, so that one 64-bit product gives the address. Nothing else of the cache is touched: the arrays are passed as
 references, and a caller that donates them pays for no copy.
+
+Where each head has a scale, heads are rows in registers. If one token's heads are fewer than the rows of the smallest
+tile, several tokens share a tile, whose codes reach their slots through shared memory.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,15 +23,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic, _rows
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_FP8_MAX, _INT8_MAX = 448.0, 127.0
+_FP8_MAX, _INT8_MAX, _INT4_MAX = 448.0, 127.0, 15.0
+_FIRST = 16
+"""vLLM rotates heads of at least as many numbers by two products, the first of this size."""
 _SCALE_FLOOR = 1e-6
 _THREADS = 128
 _TOKENS = (1, 2, 4)
+_MOST = 16_384
+"""Numbers of a tile: 128 a lane."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`tokens`: how many tokens a thread block writes, one after the other."""
+    """`tokens`: how many tokens, or groups of tokens that share a tile, a thread block writes."""
 
     tokens: int = 1
 
@@ -38,8 +47,6 @@ class Config:
 def why_not(*, key, value, k_pages, mode, **_) -> str | None:
     """None if the kernel can run these arguments, else one sentence."""
     dtype = jnp.dtype(key.dtype).name
-    if mode == "int4_token_head":
-        return "the Hadamard rotation of int4 caches has no Mosaic form; use the reference"
     if dtype not in _DTYPES:
         return f"key and value must be {', '.join(_DTYPES)}, got {dtype}"
     if k_pages.shape[0] * k_pages.shape[1] >= 2**31:
@@ -49,11 +56,19 @@ def why_not(*, key, value, k_pages, mode, **_) -> str | None:
         if mode in ("copy", "fp8"):
             if K * D % _THREADS:
                 return f"a token's {name}s must be a multiple of {_THREADS} numbers, got K={K} heads of {D}"
-        elif not _heads_as_rows(K, D, key.dtype) and D % _THREADS:
-            return (
-                f"one scale a head needs a head dim of {_THREADS}n or a multiple of "
-                f"{_rows.smallest(D, _rows.vector(dtype))} heads, got {name} with K={K} heads of {D}"
-            )
+        elif D % _rows.vector(dtype):
+            return f"one scale a head needs {name} heads of a multiple of {_rows.vector(dtype)} numbers, got {D}"
+        elif mode == "int4_token_head" and D < _FIRST:
+            return f"rotated {name} heads must hold at least {_FIRST} numbers, got {D}"
+    if not mode.endswith("token_head") or not _together(key, value, mode):
+        return None
+    for name, x in (("key", key), ("value", value)):
+        slot = x.shape[1] * x.shape[2] // (2 if mode == "int4_token_head" else 1)
+        if slot % 16:
+            return f"a slot of {name} codes must be a multiple of 16 bytes, got {slot} with K={x.shape[1]}"
+    if (size := _tile(key, value)) > _MOST:
+        shapes = f"K={key.shape[1]} heads of {key.shape[2]} and {value.shape[2]}"
+        return f"a tile of whole tokens would hold {size} numbers, more than {_MOST}, with {shapes}"
     return None
 
 
@@ -62,32 +77,54 @@ def default_config(**_) -> Config:
     return Config()
 
 
-def configs(**_) -> Iterable[Config]:
+def configs(*, key, value, mode, **_) -> Iterable[Config]:
     """All legal configurations."""
-    return [Config(tokens=n) for n in _TOKENS]
+    most = _MOST // _tile(key, value) if _together(key, value, mode) else max(_TOKENS)
+    return [Config(tokens=n) for n in _TOKENS if n <= most]
 
 
 def cache_write(
-    *, config: Config, key, value, k_pages, v_pages, slots, k_scale, v_scale, k_scale_pages, v_scale_pages, mode
+    *,
+    config: Config,
+    key,
+    value,
+    k_pages,
+    v_pages,
+    slots,
+    k_scale,
+    v_scale,
+    k_scale_pages,
+    v_scale_pages,
+    mode,
+    signs=None,
 ):
-    """Launch; arguments as prepared by `jaxattn.ops.cache_write`."""
+    """Launch; arguments as prepared by `jaxattn.ops.cache_write`, `signs` [D] or more those of a rotation."""
     caches = tuple(x for x in (k_pages, v_pages, k_scale_pages, v_scale_pages) if x is not None)
     scales = tuple(x.astype(jnp.float32).reshape(1) for x in (k_scale, v_scale)) if mode == "fp8" else ()
+    if signs is not None:
+        scales = tuple(signs[: x.shape[-1]].astype(jnp.float32) for x in (key, value))
     if not key.shape[0]:
         return caches
+    per_head = mode.endswith("token_head")
 
     @jax.custom_batching.custom_vmap
     def write(caches, new, slots, scales):
-        return _launch(config, caches, new, slots, scales, per_head=mode.endswith("token_head"))
+        if _together(key, value, mode):
+            return _launch_groups(config, caches, new, slots, scales)
+        return _launch(config, caches, new, slots, scales, per_head=per_head)
+
+    signed = scales
 
     @write.def_vmap
     def _(size, batched, *args):
+        if per_head:  # signs, the same for all
+            args, batched = (*args[:3], ()), (*batched[:3], ())
         args = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), args, tuple(batched))
         S = args[0][0].shape[1] * args[0][0].shape[2]
         caches, new, slots, scales = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), args)
         shift = jnp.repeat(jnp.arange(size, dtype=slots.dtype) * S, slots.shape[0] // size)
         slots = jnp.where((slots >= 0) & (slots < S), slots + shift, -1)
-        out = write(caches, new, slots, scales)
+        out = write(caches, new, slots, signed if per_head else scales)
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in out), (True,) * len(out)
 
     return write(caches, (key, value), slots, scales)
@@ -111,8 +148,8 @@ def _launch(config: Config, caches, new, slots, scales, *, per_head: bool) -> tu
             def _():
                 at = slot.astype(jnp.int32)
                 if per_head:
-                    for new_ref, page, scale_page in zip(new_refs, pages, scale_pages, strict=True):
-                        _write_heads(new_ref.at[t], page.at[at], scale_page.at[at])
+                    for n, (new_ref, page, scale_page) in enumerate(zip(new_refs, pages, scale_pages, strict=True)):
+                        _write_heads(new_ref.at[t], page.at[at], scale_page.at[at], *scale_refs[n : n + 1])
                     return
                 group = lax.div(t, jnp.int32(T // scales[0].shape[0])) if scales else None
                 numbers = [ref[group] for ref in scale_refs] or [None, None]
@@ -145,17 +182,64 @@ def _row(new, scale) -> jax.Array:
     return _fp8(_mosaic.divide(x.astype(jnp.float32), lax.broadcast(scale, (size,)), layout))
 
 
-def _write_heads(new, page, scale_page) -> None:
+def _launch_groups(config: Config, caches, new, slots, signs) -> tuple[jax.Array, ...]:
+    """Write T tokens, `tokens` a thread block in tiles of heads; the last block leaves to its neighbour what is its."""
+    T, S, K = slots.shape[0], caches[0].shape[0] * caches[0].shape[1], caches[0].shape[2]
+    slotted = [x.reshape(S, *x.shape[2:]) for x in caches]
+    tokens = config.tokens * _group(*new)
+    missing = max(0, tokens - T)
+    slots = jnp.pad(
+        jnp.where((slots >= 0) & (slots < S), slots, -1).astype(jnp.int32), (0, missing), constant_values=-1
+    )
+    new = [jnp.pad(x, [(0, missing), (0, 0), (0, 0)]).reshape(-1, x.shape[2]) for x in new]
+    rows, last = tokens * K, max(T, tokens) - tokens
+
+    def body(*refs, k_codes, v_codes, k_scales, v_scales):
+        (k_pages, v_pages, k_scale_pages, v_scale_pages, k, v, slots_ref), signs_refs = refs[:7], refs[7:]
+        block = lax.axis_index("block")
+        start = jnp.minimum(block * tokens, last)
+        sides = (k, k_codes, k_scales, k_pages, k_scale_pages), (v, v_codes, v_scales, v_pages, v_scale_pages)
+        for n, (ref, codes, scales) in enumerate(side[:3] for side in sides):
+            layout = _rows.layout(ref.shape[1], _rows.vector(ref.dtype))
+            x = plgpu.load(ref.at[pl.ds(start * K, rows)], layout=layout, optimized=False)
+            codes[...], scales[...] = _encode(x, codes.dtype, layout, *signs_refs[n : n + 1])
+        plgpu.commit_smem()
+        for t in range(tokens):
+            slot = slots_ref[start + t]
+
+            @pl.when((start + t >= block * tokens) & (slot >= 0))
+            def _(t=t, slot=slot):
+                for side in sides:
+                    codes, scales, page, scale_page = side[1:]
+                    plgpu.copy_smem_to_gmem(codes.at[pl.ds(t * K, K)], page.at[slot])
+                    for h in range(K):
+                        scale_page[slot, h] = scales[t * K + h]
+
+        plgpu.wait_smem_to_gmem(0)
+
+    body.__name__ = "cache_write"
+    scratch = {
+        "k_codes": plgpu.SMEM((rows, caches[0].shape[3]), caches[0].dtype),
+        "v_codes": plgpu.SMEM((rows, caches[1].shape[3]), caches[1].dtype),
+        "k_scales": plgpu.SMEM((rows,), jnp.float32),
+        "v_scales": plgpu.SMEM((rows,), jnp.float32),
+    }
+    grid = (pl.cdiv(T, tokens),)
+    launch = plgpu.kernel(body, out_type=(), grid=grid, grid_names=("block",), scratch_types=scratch)
+    written = pl.run_state(lambda refs: launch(*refs, *new, slots, *signs))(slotted)
+    return tuple(x.reshape(cache.shape) for x, cache in zip(written, caches, strict=True))
+
+
+def _write_heads(new, page, scale_page, *signs) -> None:
     """Quantise one token's heads [K, D], each with its own scale."""
     K, D = new.shape
     quantize, limit = (_int8, _INT8_MAX) if page.dtype == jnp.int8 else (_fp8, _FP8_MAX)
     vec = _rows.vector(new.dtype)
     if _heads_as_rows(K, D, new.dtype):
         layout = _rows.layout(D, vec)
-        x = plgpu.load(new, layout=layout, optimized=False).astype(jnp.float32)
-        scale, inverse = _scale(jnp.max(jnp.abs(x), axis=1), limit, layout.reduce(1))
+        codes, scale = _encode(plgpu.load(new, layout=layout, optimized=False), page.dtype, layout, *signs)
         _mosaic.store(scale_page, scale)
-        page[...] = quantize(x * lax.broadcast_in_dim(inverse, (K, D), [0]))
+        _mosaic.store(page, codes)
         return
     while D % (_THREADS * vec):
         vec //= 2
@@ -168,15 +252,82 @@ def _write_heads(new, page, scale_page) -> None:
         page[h] = quantize(x * inverse)
 
 
+def _encode(x: jax.Array, stored: Any, layout: Any, *signs) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of heads as rows [N, D]; `signs` are those of a rotation."""
+    if signs:
+        return _int4(x, layout, *signs)
+    quantize, limit = (_int8, _INT8_MAX) if stored == jnp.int8 else (_fp8, _FP8_MAX)
+    x = x.astype(jnp.float32)
+    scale, inverse = _scale(jnp.max(jnp.abs(x), axis=1), limit, layout.reduce(1))
+    return quantize(x * lax.broadcast_in_dim(inverse, x.shape, [0])), scale
+
+
+def _int4(x: jax.Array, layout: Any, signs) -> tuple[jax.Array, jax.Array]:
+    """Packed codes [N, D / 2] of rotated heads, and scales with zero points in their low bits."""
+    shape, dtype, D, row = x.shape, x.dtype, x.shape[1], layout.reduce(1)
+
+    def rounded(y, dtype):
+        return y.astype(dtype).astype(jnp.float32)
+
+    def product(y, z, layout):
+        return _mosaic.pointwise("mul.rn.f32", jnp.multiply, layout, y, z)  # not joined with a sum that follows
+
+    sign = lax.broadcast_in_dim(plgpu.load(signs, layout=layout.reduce(0), optimized=False), shape, [1])
+    y = rounded(x.astype(jnp.float32) * sign, jnp.bfloat16)
+    y = rounded(_mosaic.butterflies(y, _FIRST, layout) * 0.25, jnp.bfloat16)
+    root = float(np.asarray((D // _FIRST) ** -0.5).astype(jnp.bfloat16))
+    y = rounded(_mosaic.butterflies(y, D, layout, _FIRST) * root, jnp.bfloat16)
+    y = rounded(y * np.float32(D**0.5), dtype)
+    low, high = jnp.min(y, axis=1), jnp.max(y, axis=1)
+    scale, inverse = _scale(high - low, _INT4_MAX, row)
+    zero = _half_away(product(-low, inverse, row), 0.0, _INT4_MAX)
+    spread = [lax.broadcast_in_dim(r, shape, [0]) for r in (inverse, zero)]
+    codes = _half_away(product(y, spread[0], layout) + spread[1], 0.0, _INT4_MAX).astype(jnp.int32)
+    vec = _rows.vector(dtype)
+    packed = _mosaic.pack_nibbles(codes, layout, _rows.layout(D // 2, vec // 2))
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & -16
+    return packed, lax.bitcast_convert_type(bits | zero.astype(jnp.int32), jnp.float32)
+
+
 def _scale(amax: jax.Array, limit: float, layout: Any) -> tuple[jax.Array, jax.Array]:
-    """Scale and its reciprocal, each rounded once, from the largest magnitudes in `layout`."""
-    scale = jnp.maximum(_mosaic.divide(amax, jnp.full_like(amax, limit), layout), _SCALE_FLOOR)
+    """Scale and its reciprocal, each rounded once, from the largest magnitudes, or ranges, in `layout`."""
+    scale = jnp.maximum(amax * np.float32(1 / limit), _SCALE_FLOOR)  # as vLLM: not the quotient
     return scale, _mosaic.divide(jnp.full_like(scale, 1.0), scale, layout)
 
 
 def _heads_as_rows(K: int, D: int, dtype: Any) -> bool:
     vec = _rows.vector(dtype)
     return D % vec == 0 and K % _rows.smallest(D, vec) == 0
+
+
+def _group(*sides: Any) -> int:
+    """Tokens whose heads fill whole tiles, of all arrays [T, K, D]."""
+    least = math.lcm(*(_rows.smallest(x.shape[2], _rows.vector(x.dtype)) for x in sides))
+    return least // math.gcd(least, sides[0].shape[1])
+
+
+def _tile(key: Any, value: Any) -> int:
+    """Numbers of the larger tile of as many tokens."""
+    return _group(key, value) * key.shape[1] * max(key.shape[2], value.shape[2])
+
+
+def _together(key: Any, value: Any, mode: str) -> bool:
+    """Several tokens share a tile."""
+    return mode.endswith("token_head") and any(
+        not _heads_as_rows(x.shape[1], x.shape[2], x.dtype)
+        and (mode == "int4_token_head" or x.shape[2] % _THREADS != 0)
+        for x in (key, value)
+    )
+
+
+def proven(*, key, value, mode, **_) -> bool:
+    """Not rotated heads, and not tokens that share a tile: neither has been on a GPU."""
+    return mode != "int4_token_head" and not _together(key, value, mode)
+
+
+def _half_away(x: jax.Array, low: float, high: float) -> jax.Array:
+    """Nearest integer within [low, high] as float32, ties away from zero."""
+    return jnp.clip(jnp.where(x >= 0, x + 0.5, x - 0.5), low, high).astype(jnp.int32).astype(jnp.float32)
 
 
 def _fp8(x: jax.Array) -> jax.Array:

@@ -1,19 +1,25 @@
 """Reading and writing of captures: outputs of a foreign implementation with everything needed to repeat them.
 
-A capture file is a safetensors file with keys `case/in.name` and `case/out.name`; the header's metadata holds
-`provenance` (JSON: who made it, with what, where, when, format number) and `cases` (JSON: case -> parameters, among
-them the kernel that ran). Format 2 adds `family`, `tensors` (JSON: key -> sha256 of its bytes) and `digest`, a sha256
-over family, provenance, cases and every tensor's dtype, shape and hash: no part can change unnoticed. Format 1 has no
-hashes; known files of that format stand with their own sha256 in `data/known_files.json`.
+A capture file is a safetensors file with keys `case/in.name` and `case/out.name`; the header's metadata holds `family`,
+`provenance` (JSON: who made it, with what, where, when, format number), `cases` (JSON: case -> parameters, among them
+the kernel that ran), `tensors` (JSON: key -> sha256 of its bytes), `aliases` (JSON: key -> the key that holds the same
+bytes, and the shape) and `digest`, a sha256 over all of them and every tensor's dtype and shape: no part can change
+unnoticed. This is format 3. Format 2 has no aliases; format 1 has no family and hashes either, and known files of that
+format stand with their own sha256 in `data/known_files.json`. `scripts/convert_captures.py` makes format 3 of both.
+
+A case is one call: of a kernel, or of a module of a model (`path`, `call`, `order`, `run`), see `jaxattn/capture.py`,
+whose `File` writes all files.
 
 Runs on Python 3.11 and needs neither jax nor safetensors, because capture scripts import it beside a foreign stack.
 """
 
+import contextlib
 import hashlib
+import importlib.util
 import json
-import os
+import math
 import re
-import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +32,27 @@ from parity._safetensors import CODES, DTYPES, MalformedError, decode, parse
 SHIPPED = Path(__file__).parent / "data"
 """Directory of the captures that come with the repository."""
 
-FORMAT = 2
-_FORMATS = (1, FORMAT)
+FORMAT = 3
+_FORMATS = (1, 2, FORMAT)
 _KNOWN = SHIPPED / "known_files.json"
 _SCRIPTS = {"vllm": "scripts/capture_vllm.py", "torch": "scripts/capture_torch.py"}
 _CASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _KEY = re.compile(rf"({_CASE.pattern})/(in|out)\.([A-Za-z_][A-Za-z0-9_]*)")
 _PROVENANCE = {"producer": str, "device": str, "driver": str, "seed": int, "date": str, "format": int}
 _PROVENANCE_2 = {"versions": dict, "commit": str, "command": str}
+
+
+def _hook() -> Any:
+    """`jaxattn/capture.py` alone: the package needs jax, which capture scripts do without."""
+    path = Path(__file__).parents[1] / "jaxattn" / "capture.py"
+    spec = importlib.util.spec_from_file_location("_jaxattn_capture", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hook = _hook()
 
 
 class CaptureError(ValueError):
@@ -99,6 +118,18 @@ def load(directories: Sequence[Path]) -> list[Capture]:
     return [found[name] for name in sorted(found)]
 
 
+def runs(captures: Iterable[Capture]) -> dict[str, dict[str, Capture]]:
+    """The calls of models' modules: run -> path -> the first call, in the order in which they ended.
+
+    The run of a file that holds one is called "".
+    """
+    found: dict[str, dict[str, Capture]] = {}
+    for capture in captures:
+        if {"path", "call", "order", "mode"} <= set(capture.params):
+            found.setdefault(capture.params.get("run", ""), {}).setdefault(capture.params["path"], capture)
+    return found
+
+
 def read(path: Path) -> list[Capture]:
     """The captures of one file, in the order of its `cases`.
 
@@ -118,18 +149,21 @@ def read(path: Path) -> list[Capture]:
     if number not in _FORMATS or isinstance(number, bool):
         raise _error(path, f"format {' or '.join(map(str, _FORMATS))} is required, found {number!r}", provenance)
     cases = _json(path, metadata, "cases", provenance)
-    family = metadata.get("family") if number == FORMAT else path.stem
+    family = metadata.get("family") if number > 1 else path.stem
+    aliases = _json(path, metadata, "aliases", provenance) if number > 2 else {}
     _check_provenance(path, provenance, number)
-    _check_cases(path, cases, entries, provenance, number)
-    if number == FORMAT:
-        verified = _check_hashes(path, family, provenance, cases, entries, metadata, data)
+    _check_cases(path, cases, [*entries, *aliases], provenance, number)
+    if number > 1:
+        verified = _check_hashes(path, family, provenance, cases, entries, aliases, metadata, data)
     else:
         verified = _check_known(path, provenance, cases, data)
-    return _captures(path, family, provenance | {"verified": verified}, cases, entries, data)
+    known = entries | _resolved(path, entries, aliases, provenance)
+    _check_calls(path, cases, known, provenance)
+    return _captures(path, family, provenance | {"verified": verified}, cases, known, data)
 
 
 def write(path: Path, family: str, cases: Mapping[str, CaseData], provenance: Mapping[str, Any]) -> None:
-    """Write a capture file of format 2 and read it back; equal arguments give equal bytes.
+    """Write a capture file and read it back; equal arguments give equal bytes.
 
     Args:
         path: target, replaced only when the new file is complete and passes `read`.
@@ -143,41 +177,11 @@ def write(path: Path, family: str, cases: Mapping[str, CaseData], provenance: Ma
         TypeError: an array's dtype has no safetensors code.
     """
     path = Path(path)
-    tensors = {
-        f"{case}/{kind}.{name}": np.asarray(array, order="C")
-        for case, data in cases.items()
-        for kind, arrays in (("in", data.inputs), ("out", data.outputs))
-        for name, array in arrays.items()
-    }
-    for key, array in tensors.items():
-        if array.dtype not in CODES:
-            raise TypeError(f"{path}: {key} has dtype {array.dtype}; a capture holds {', '.join(map(str, CODES))}")
-    entries, chunks, offset = {}, [], 0
-    for key in sorted(tensors, key=lambda k: (-tensors[k].itemsize, k)):  # keeps every tensor aligned
-        raw = tensors[key].tobytes()
-        shape, end = list(tensors[key].shape), offset + len(raw)
-        entries[key] = {"dtype": CODES[tensors[key].dtype], "shape": shape, "data_offsets": [offset, end]}
-        chunks.append(raw)
-        offset = end
-    full = dict(provenance) | {"format": FORMAT}
-    params = {case: data.params for case, data in cases.items()}
-    hashes = {key: hashlib.sha256(raw).hexdigest() for key, raw in zip(entries, chunks, strict=True)}
-    metadata = {
-        "family": family,
-        "provenance": _canonical(full),
-        "cases": json.dumps(params, allow_nan=False),
-        "tensors": _canonical(hashes),
-        "digest": _digest(family, full, params, entries, hashes),
-    }
-    header = json.dumps({"__metadata__": metadata, **entries}).encode()
-    header += b" " * (-len(header) % 8)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(b"".join([struct.pack("<Q", len(header)), header, *chunks]))
-    try:
-        read(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    file = hook.File(path)
+    with contextlib.closing(file.spool):
+        for case, data in cases.items():
+            file.add(case, data.params, data.inputs, data.outputs)
+        file.finish(family, provenance, read)
 
 
 def _json(path: Path, metadata: Mapping[str, Any], field: str, provenance: Mapping[str, Any] | None = None):
@@ -191,13 +195,13 @@ def _json(path: Path, metadata: Mapping[str, Any], field: str, provenance: Mappi
 
 
 def _check_provenance(path: Path, provenance: Mapping[str, Any], number: int) -> None:
-    required = _PROVENANCE | (_PROVENANCE_2 if number == FORMAT else {})
+    required = _PROVENANCE | (_PROVENANCE_2 if number > 1 else {})
     for field, kind in required.items():
         value = provenance.get(field)
         if type(value) is not kind or value in ("", {}):
             raise _error(path, f"provenance {field!r} must be a {kind.__name__}, found {value!r}", provenance)
     producer = provenance["producer"]
-    versions = provenance["versions"] if number == FORMAT else provenance
+    versions = provenance["versions"] if number > 1 else provenance
     if not isinstance(versions.get(producer), str):
         raise _error(path, f"provenance must give the version of {producer!r}, found {dict(versions)}", provenance)
 
@@ -221,13 +225,69 @@ def _check_cases(path: Path, cases: Mapping[str, Any], entries: Iterable[str], p
             raise _error(path, f"case {case!r}: a name must match {_CASE.pattern}", provenance)
         if not isinstance(params, dict):
             raise _error(path, f"case {case}: parameters must be a JSON object, found {params!r}", provenance)
-        if number == FORMAT and not isinstance(params.get("kernel"), str):
+        if number > 1 and not isinstance(params.get("kernel"), str):
             raise _error(path, f"case {case}: 'kernel' must name the code that ran, found {sorted(params)}", provenance)
         if case not in outputs:
             raise _error(path, f"case {case}: at least one tensor {case}/out.* is required, found none", provenance)
 
 
-def _check_hashes(path, family, provenance, cases, entries, metadata, data) -> bool:
+def _resolved(path: Path, entries: Mapping[str, Any], aliases: Mapping[str, Any], provenance) -> dict[str, Any]:
+    """Table entries of tensors that are stored under another key."""
+    found = {}
+    for key, value in aliases.items():
+        of, shape = value if isinstance(value, list) and len(value) == 2 else (None, None)
+        size = math.prod(shape) if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape) else None
+        if key in entries or of not in entries or size != math.prod(entries[of]["shape"]):
+            raise _error(
+                path, f"alias {key!r} must give a stored tensor and a shape of its size, found {value}", provenance
+            )
+        found[key] = entries[of] | {"shape": shape}
+    return found
+
+
+_CALL = {"path": str, "call": int, "order": int, "mode": str}
+
+
+def _check_calls(path: Path, cases: Mapping[str, Any], tensors: Mapping[str, Any], provenance) -> None:
+    """Calls of modules are complete: numbered without a gap in every run, and what is left of a tensor is told."""
+    seen: dict[tuple[str, str], int] = {}
+    order: dict[str, int] = {}
+    for case, params in cases.items():
+        if not {"path", "order"} & set(params):
+            continue
+        for field, kind in _CALL.items():
+            if type(params.get(field)) is not kind:
+                given = params.get(field)
+                raise _error(
+                    path, f"case {case}: {field!r} of a call must be a {kind.__name__}, found {given!r}", provenance
+                )
+        run = params.get("run", "")
+        number = seen.get((run, params["path"]), 0)
+        if params["call"] != number or params["order"] <= order.get(run, -1):
+            found = f"call {params['call']} with order {params['order']}"
+            wanted = f"call {number} with an order above {order.get(run, -1)}"
+            raise _error(
+                path, f"case {case}: a call is missing or misplaced: {wanted} is required, found {found}", provenance
+            )
+        seen[run, params["path"]], order[run] = number + 1, params["order"]
+        for key, rows in params.get("rows", {}).items():
+            whole, part = (
+                params.get("tensors", {}).get(key, ("", None))[1],
+                tensors.get(f"{case}/{key}", {}).get("shape"),
+            )
+            axis = row_axis(whole or ())
+            cut = [len(rows) if i == axis else n for i, n in enumerate(whole or ())]
+            if not whole or part != cut or not all(type(n) is int and 0 <= n < whole[axis] for n in rows):
+                said = f"rows {rows} of {whole} are required, found shape {part}"
+                raise _error(path, f"case {case}: tensor {key}: {said}", provenance)
+
+
+def row_axis(shape: Sequence[int]) -> int:
+    """The axis that `rows` of a case count along: the first that is longer than 1, else the first."""
+    return next((i for i, n in enumerate(shape) if n > 1), 0)
+
+
+def _check_hashes(path, family, provenance, cases, entries, aliases, metadata, data) -> bool:
     if not isinstance(family, str) or _CASE.fullmatch(family) is None:
         raise _error(path, f"header metadata 'family' must match {_CASE.pattern}, found {family!r}", provenance)
     hashes = _json(path, metadata, "tensors", provenance)
@@ -240,7 +300,8 @@ def _check_hashes(path, family, provenance, cases, entries, metadata, data) -> b
             raise _error(
                 path, f"case {key.split('/')[0]}: tensor {key} was edited: {_unequal(hashes[key], found)}", provenance
             )
-    expected, found = metadata.get("digest"), _digest(family, provenance, cases, entries, hashes)
+    parts = [aliases] if provenance["format"] > 2 else []
+    expected, found = metadata.get("digest"), _digest(family, provenance, cases, entries, hashes, *parts)
     if expected != found:
         raise _error(
             path, f"a parameter, shape, dtype or the provenance was edited: {_unequal(expected, found)}", provenance
@@ -274,7 +335,7 @@ def fingerprint(provenance: Mapping[str, Any], cases: Iterable[str]) -> str:
 
 def _captures(path, family, provenance, cases, entries, data) -> list[Capture]:
     arrays: dict[str, dict[str, dict[str, np.ndarray]]] = {case: {"in": {}, "out": {}} for case in cases}
-    for key, entry in entries.items():
+    for key, entry in sorted(entries.items()):
         case, rest = key.split("/")
         kind, name = rest.split(".")
         array = (
@@ -298,9 +359,9 @@ def _is_float(dtype: np.dtype) -> bool:
     return CODES[dtype].startswith(("F", "BF"))
 
 
-def _digest(family, provenance, cases, entries, hashes) -> str:
+def _digest(family, provenance, cases, entries, hashes, *aliases) -> str:
     table = {key: [e["dtype"], e["shape"], hashes[key]] for key, e in entries.items()}
-    return hashlib.sha256(_canonical([family, provenance, cases, table]).encode()).hexdigest()
+    return hashlib.sha256(_canonical([family, provenance, cases, table, *aliases]).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> str:

@@ -1,12 +1,18 @@
 """Options of the parity tests: which captures besides the shipped ones, and which backend."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
 from jaxattn.registry import MECHANISMS
-from parity import captures, cases, triangle
+from parity import captures, cases, sharing, triangle
+
+os.environ.setdefault(
+    "NPROC", "16"
+)  # XLA's threads: interpreted warpgroups wait for each other, on two they would for ever
+sharing.keep_apart(os.environ.get("PYTEST_XDIST_WORKER", ""))
 
 
 def pytest_addoption(parser):
@@ -16,6 +22,13 @@ def pytest_addoption(parser):
         "--captures", action="append", default=[], metavar="DIR", help="more captures, besides the shipped ones"
     )
     group.addoption("--backend", default="auto", choices=triangle.BACKENDS, help="what runs the kernels")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Keeps the share of the cases that was asked for, and a mechanism's tests in one process."""
+    sharing.thin(config, items)
+    sharing.together(items, [m.name for m in MECHANISMS])
 
 
 def pytest_generate_tests(metafunc):

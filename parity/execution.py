@@ -2,13 +2,14 @@
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxattn import _checks
+from jaxattn import _checks, _mechanism
 from jaxattn._mechanism import Kernel, Mechanism
 from pallas_kernels import _mosaic
 
@@ -42,6 +43,29 @@ def call(mechanism: Mechanism, args: dict[str, Any], implementation: str | None)
     out = out if isinstance(out, tuple) else (out,)
     names = mechanism.outputs(**mechanism.prepare(**args))
     return {name: np.asarray(x) for name, x in zip(names, out, strict=True)}
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[None]:
+    """Within it, an op that is called eagerly is one compiled program, kept for the next call, instead of hundreds."""
+    original = _mechanism.run
+
+    def run(mechanism: Mechanism, args: dict[str, Any], implementation: str | None, config: Any = None) -> Any:
+        arrays = {k: v for k, v in args.items() if _checks.is_array(v)}
+        static = {k: v for k, v in args.items() if k not in arrays}
+        key = mechanism.name, mechanism.reference, implementation, repr(config), repr(sorted(static.items()))
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = jax.jit(lambda arrays: original(mechanism, arrays | static, implementation, config))
+        return _PROGRAMS[key](arrays)
+
+    _mechanism.run = run
+    try:
+        yield
+    finally:
+        _mechanism.run = original
+
+
+_PROGRAMS: dict[Any, Callable[[dict[str, Any]], Any]] = {}
 
 
 def supported(mechanism: Mechanism, args: dict[str, Any]) -> tuple[str | None, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from parity import metrics
+from parity import metrics, tolerances
 from parity.tolerances import Check, Rule
 
 
@@ -98,8 +98,8 @@ def judge(
     """Judge `subject` against `peer` through the truth.
 
     Args:
-        rule: which checks; `rule.bitwise` compares subject and peer directly, `rule.two_sided` also holds the peer's
-            error against that of the yardstick.
+        rule: which checks; `rule.bitwise` compares subject and peer directly, `rule.codes` asks what explains their
+            codes, `rule.two_sided` also holds the peer's error against that of the yardstick.
         truth: float64 [...].
         subject: what is judged, any dtype.
         peer: what it is compared with, the subject's shape and dtype.
@@ -124,15 +124,20 @@ def judge(
     if rule.bitwise:
         return _bitwise(subject, peer, names, axes, found)
     sides = {names[0]: subject, names[1]: peer}
-    errors = {name: metrics.error(x, truth, axes, slice_rank) for name, x in sides.items()}
+    if rule.codes:
+        errors = {name: metrics.code_error(x, truth) for name, x in sides.items()}
+    else:
+        errors = {name: metrics.error(x, truth, axes, slice_rank) for name, x in sides.items()}
     found["metrics"]["error"] = {name: e.to_json() for name, e in errors.items()}
     rms = errors[names[1]].rms
     found["metrics"]["rms_ratio"] = errors[names[0]].rms / rms if rms else None
     checked = names if rule.two_sided else names[:1]
     for name in checked:
-        if problem := _wrong_places(name, sides[name], truth, axes, slice_rank):
+        problem = _wrong_places(name, sides[name], truth, axes, slice_rank)
+        if problem := problem or (_wrong_sign(name, sides[name], truth, axes) if rule.codes else None):
             return Verdict(status="fail", reason=problem, **found)
-    floor = floors(truth, subject.dtype, slice_rank)
+    chain = {("chain", statistic): tolerances.CHAIN for statistic in ("max", "mean")}
+    floor = chain if rule.codes else floors(truth, subject.dtype, slice_rank)
     bounds = _bounds(rule, names[0], names[1], errors[names[0]], errors[names[1]], floor)
     if rule.two_sided:
         against, base = names[0], errors[names[0]]
@@ -143,7 +148,7 @@ def judge(
     found["allowed"] = {b.name: b.to_json() for b in bounds}
     found["headroom"] = tightest.ratio if math.isfinite(tightest.ratio) else None
     if tightest.ratio > 1:
-        return Verdict(status="fail", reason=_explain(tightest, errors, sides, truth, axes), **found)
+        return Verdict(status="fail", reason=_explain(tightest, errors, sides, truth, axes, rule.codes), **found)
     return Verdict(
         status="pass",
         reason=f"within rule '{rule.name}': tightest is {tightest.name}, {tightest.measured:.3g} of "
@@ -158,8 +163,11 @@ def floors(truth: np.ndarray, dtype: Any, slice_rank: int) -> dict[tuple[str, st
     largest = float(finite.max(initial=0))
     out = {("rounding", s): v for s, v in metrics.rounding(truth, dtype, slice_rank).items()}
     out |= {("peak", s): float(ml_dtypes.finfo(dtype).eps) * largest for s in ("rms", "max")}
-    logarithm = 1.5 * float(metrics.ulp(np.asarray(largest), np.float32)) + 2 * 2**-22.5
-    return out | {("logarithm", "max"): logarithm, ("logarithm", "rms"): logarithm / 2}
+    unit = float(metrics.ulp(np.asarray(largest), np.float32))
+    logarithm = 1.5 * unit + 2 * 2**-22.5
+    for floor, most in (("logarithm", logarithm), ("products", logarithm + tolerances.LATENT_STEPS / 3 * unit)):
+        out |= {(floor, "max"): most, (floor, "rms"): most / 2}
+    return out
 
 
 def _bounds(rule: Rule, side: str, against: str, error, base, floor) -> list[_Bound]:
@@ -212,15 +220,31 @@ def _wrong_places(name: str, x: np.ndarray, truth: np.ndarray, axes, slice_rank:
     return None
 
 
+def _wrong_sign(name: str, x: np.ndarray, truth: np.ndarray, axes) -> str | None:
+    """A float code of zero must have the sign of the truth."""
+    if not metrics.is_float(x.dtype):
+        return None
+    wide = np.asarray(x, np.float64)
+    bad = np.argwhere((wide == 0) & (np.signbit(wide) != np.signbit(truth)))
+    if not len(bad):
+        return None
+    at = tuple(bad[0])
+    return (
+        f"{name}: zero has the wrong sign in {len(bad)} elements, first at {place(axes, at)}: got {wide[at]}, truth "
+        f"{truth[at]:.6g}"
+    )
+
+
 def place(axes: Sequence[str], index: Sequence[int]) -> str:
     """`(token 3, head 1, dim 17)`."""
     return "(" + ", ".join(f"{a} {int(i)}" for a, i in zip(axes, index, strict=False)) + ")"
 
 
-def _explain(bound: _Bound, errors, sides, truth, axes) -> str:
+def _explain(bound: _Bound, errors, sides, truth, axes, codes: bool = False) -> str:
     error = errors[bound.side]
     what = {"rms": "RMS error", "max": "largest error", "mean": "mean error", "p99": "99th percentile of the error"}
     named = what.get(bound.check.statistic) or "relative RMS error of the worst slice"
+    named += " that explains a code" if codes else ""
     at = error.at
     where = f"largest at {place(axes, at)}: got {metrics.number(sides[bound.side][at])}, truth {truth[at]:.6g}"
     if error.worst_slice is not None:

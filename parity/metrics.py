@@ -99,6 +99,32 @@ def error(x: np.ndarray, truth: Floats, axes: Sequence[str], slice_rank: int) ->
     return _statistics(_distance(x, truth), truth, axes, slice_rank)
 
 
+def code_error(x: np.ndarray, truth: Floats) -> Error:
+    """Statistics of the errors that explain codes: the least |d| / |truth| for which `truth + d` rounds to the code.
+
+    It is 1 where the truth is zero and the code is not.
+
+    Args:
+        x: float8 or int8 codes, rounded to nearest and saturated.
+        truth: float64, what they were rounded from; NaN is left out.
+    """
+    values = _values(x.dtype)
+    between = np.concatenate([[-np.inf], (values[1:] + values[:-1]) / 2, [np.inf]])
+    wide = np.asarray(x, np.float64)
+    known = np.isfinite(wide) & ~np.isnan(truth)
+    at = np.searchsorted(values, np.where(known, wide, 0))
+    t = np.where(known, truth, 0)
+    outside = np.maximum(0, np.maximum(between[at] - t, t - between[at + 1]))
+    size = np.divide(outside, np.abs(t), out=np.where(outside > 0, 1.0, 0.0), where=t != 0)
+    return _statistics(size, truth, (), 0)
+
+
+def _values(dtype: Any) -> Floats:
+    """All finite numbers of an 8-bit type in order, one zero."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    return np.unique(codes[np.isfinite(codes)] + 0.0)
+
+
 def rounding(truth: Floats, dtype: Any, slice_rank: int) -> dict[str, float]:
     """The same statistics for one rounding to `dtype` whose error is uniform in half a unit in the last place."""
     finite = np.where(np.isfinite(truth), truth, 0)

@@ -9,13 +9,15 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
-from jaxattn import _checks
+from jaxattn import _checks, registry
 from jaxattn._mechanism import Mechanism
-from parity import cases, execution, tolerances, triangle
+from parity import captures, cases, execution, tolerances, triangle
 from parity.judge import judge
 
 if TYPE_CHECKING:
@@ -86,6 +88,20 @@ def find(mechanism: str) -> Faults:
     return importlib.import_module(name).FAULTS
 
 
+def every(mechanism: str, stored: Sequence[tuple[Path, str]]) -> list[Mutant]:
+    """All faults of a mechanism, on captures and on its own cases; what a process of a pool does.
+
+    Args:
+        mechanism: its name.
+        stored: (file, case) of each capture.
+    """
+    files = dict.fromkeys(path for path, _ in stored)
+    found = [c for path in files for c in captures.read(path) if (path, c.case) in stored]
+    # many small references, which a GPU would only compile
+    with jax.default_device(jax.devices("cpu")[0]):
+        return run([registry.find(mechanism)], found) + contract(registry.find(mechanism))
+
+
 def run(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[Mutant]:
     """Plant every fault in reference and kernel and judge it on every capture it applies to."""
     mutants: dict[tuple[str, str, str], Mutant] = {}
@@ -139,17 +155,6 @@ def contract(mechanism: Mechanism) -> list[Mutant]:
         if mutant.applicable:
             mutants.append(mutant)
     return mutants
-
-
-def rate(mutants: Sequence[Mutant]) -> float:
-    """Share of mutants that were caught at least once.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not mutants:
-        raise ValueError("no mutants: no capture belongs to a mechanism with faults")
-    return sum(m.caught > 0 for m in mutants) / len(mutants)
 
 
 def _on_capture(mechanism: Mechanism, capture: "Capture"):

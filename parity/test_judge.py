@@ -6,10 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxattn.ops import mla
 from parity import metrics, tolerances
 from parity.judge import Yardstick, judge
+from parity.mutations import on_host
+from parity.twins import mla as twin
 
-DEFAULT, EXACT, LSE, CONTRACT = (tolerances.RULES[n] for n in ("default", "exact", "lse", "contract"))
+DEFAULT, EXACT, LSE, CONTRACT, CODES = (tolerances.RULES[n] for n in ("default", "exact", "lse", "contract", "codes"))
 AXES = ("token", "head", "dim")
 
 
@@ -152,6 +155,61 @@ def test_exact_compares_bits():
     assert not judge(EXACT, truth=zero, subject=-zero, peer=zero).passed
 
 
+@pytest.fixture
+def unrounded():
+    return np.random.default_rng(3).standard_normal((64, 128)) * 100
+
+
+def e4m3(x):
+    return np.clip(x, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+
+
+def codes_verdict(unrounded, subject, peer):
+    return judge(
+        CODES, truth=unrounded, subject=subject, peer=peer, names=("kernel", "reference"), axes=("row", "column")
+    )
+
+
+@pytest.mark.parametrize("gain", [1.01, 0.99, 1 + 1e-4])
+def test_codes_of_numbers_that_are_all_a_little_too_large_fail(gain, unrounded):
+    v = codes_verdict(unrounded, e4m3(gain * unrounded), e4m3(unrounded))
+    assert not v.passed
+    assert "kernel: largest error that explains a code" in v.reason and "would pass at factor no factor" in v.reason
+    assert codes_verdict(unrounded, e4m3(unrounded * (1 + 2**-22)), e4m3(unrounded)).passed
+
+
+def test_codes_after_the_same_16_bit_rounding_pass_and_others_do_not(unrounded):
+    alike = e4m3(bf16(unrounded).astype(np.float64))
+    assert codes_verdict(unrounded, alike, alike).passed
+    v = codes_verdict(unrounded, e4m3(unrounded * 1.006), alike)
+    assert not v.passed and v.reason.startswith("kernel: mean error that explains a code")
+
+
+def test_a_code_may_be_one_step_off_at_a_border_only():
+    truth = np.array([[17.0, 16.9, -17.0 * (1 + 2**-22), 500.0, 0.0]])  # 17 lies between the codes 16 and 18
+    right, other = e4m3(truth), e4m3(np.array([[18.0, 16.0, -16.0, 448.0, 0.0]]))
+    assert codes_verdict(truth, other, right).passed
+    for at, code in ((0, 20), (1, 18), (3, 416), (4, 2.0**-9)):
+        wrong = right.copy()
+        wrong[0, at] = code
+        assert not codes_verdict(truth, wrong, right).passed, (at, code)
+
+
+def test_codes_of_zero_keep_their_sign_and_integers_have_none():
+    truth = np.array([[-1e-9, 1e-9]])
+    right = e4m3(truth)
+    assert codes_verdict(truth, right, right).passed
+    v = codes_verdict(truth, np.abs(right), right)
+    assert (
+        v.reason == "kernel: zero has the wrong sign in 1 elements, first at (row 0, column 0): got 0.0, truth -1e-09"
+    )
+    whole = np.array([[0, 0]], np.int8)
+    assert codes_verdict(truth, whole, whole).passed
+    half = np.array([[2.5, 200.0]])
+    assert codes_verdict(half, np.array([[3, 127]], np.int8), np.array([[2, 127]], np.int8)).passed
+    assert not codes_verdict(half, np.array([[4, 127]], np.int8), np.array([[2, 127]], np.int8)).passed
+
+
 def test_shapes_dtypes_and_emptiness_are_failures(truth):
     x = bf16(truth)
     assert verdict(DEFAULT, truth, x[:1], x).reason == "kernel has shape (1, 16, 64), the truth (256, 16, 64)"
@@ -232,3 +290,19 @@ def test_every_rule_says_where_it_comes_from():
         assert len(rule.derivation.split()) > 10 and rule.date and rule.margin
     with pytest.raises(ValueError, match=r"unknown tolerance rule 'tight'; known: default, exact, lse"):
         tolerances.find("tight")
+
+
+def test_latent_scores_summed_as_tensor_cores_do_need_the_rule_of_their_length():
+    """576 products cut off every 16; a scale that is wrong in the sixth digit is not covered by it."""
+    case = next(c for c in mla.MECHANISM.cases if c.name == "B3-H16-lse")
+    args = on_host(mla.MECHANISM.prepare(**case.make(np.random.default_rng(0))))
+    truth, peer = twin.run(args, True)["lse"], twin.run(args, False)["lse"]
+    cut = twin.run(args, False, twin.Switches(tensor_core=True))["lse"]
+    wrong = twin.run(args, False, twin.Switches(scale=1 + 1e-5))["lse"]
+
+    def passes(name, subject):
+        rule = tolerances.find(name)
+        return judge(rule, truth=truth, subject=subject, peer=peer, axes=AXES[:2], slice_rank=2).passed
+
+    assert passes("contract_lse_latent", cut) and not passes("contract_lse", cut)
+    assert not passes("contract_lse_latent", wrong)

@@ -5,11 +5,13 @@ against the same truth, so that it scales with data, shape and dtype and names n
 is one rounding of the output type, because a peer may be exact by luck where an honest port rounds once.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 type Statistic = Literal["max", "mean", "rms", "p99", "slice"]
-type Floor = Literal["rounding", "peak", "logarithm"]
+type Floor = Literal["rounding", "peak", "logarithm", "products", "chain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,8 @@ class Check:
     factor: float
     floor: Floor = "rounding"
     """`rounding`: the same statistic of one uniformly distributed rounding of the truth; `peak`: eps * max|truth|;
-    `logarithm`: one logarithm on the hardware's special function unit, see `judge.floors`."""
+    `logarithm`: one logarithm on the hardware's special function unit, `products`: the same behind `LATENT_STEPS` of a
+    tensor core, see `judge.floors`; `chain`: `CHAIN`."""
     floor_factor: float = 1.0
     join: Literal["sum", "quadrature"] = "sum"
     """`quadrature` for means over many independent errors, `sum` for extremes."""
@@ -38,6 +41,8 @@ class Rule:
     margin: str
     """How far correct implementations stay below, and wrong ones above."""
     bitwise: bool = False
+    codes: bool = False
+    """Errors are those that explain a code of a small format, see `metrics.code_error`."""
     two_sided: bool = False
     """The peer's error is bounded in turn, by that of a yardstick: our reference, or a numpy form with the peer's known
     roundings. A foreign output that contradicts our mathematics fails instead of widening the allowance."""
@@ -69,6 +74,16 @@ side against the worst slice of the other, because which slice is worst is chanc
 """,
     date="2026-11",
     margin="correct ports use half of it; a 1 % wrong softmax scale needs factor 3 to 6 in bfloat16",
+)
+
+OWN_TRUTH = replace(
+    DEFAULT,
+    name="own_truth",
+    two_sided=False,
+    derivation="""
+As `default`, where the truth is the peer's own code run in float64, as of transformers' models: what the peer is off is
+its rounding and nothing else, so no mathematics of ours can be contradicted by it and its error needs no bound.
+""",
 )
 
 EXACT = Rule(
@@ -128,11 +143,185 @@ CONTRACT_LSE = Rule(
     margin=LSE.margin,
 )
 
-RULES = {rule.name: rule for rule in (DEFAULT, EXACT, LSE, CONTRACT, CONTRACT_LSE)}
+LATENT_STEPS = 576 // 16
+"""Partial sums of a score over 512 + 64 columns: a tensor core adds 16 products at a time."""
+
+CONTRACT_LSE_LATENT = Rule(
+    name="contract_lse_latent",
+    checks=(
+        Check(statistic="rms", factor=2, floor="products", join="quadrature"),
+        Check(statistic="max", factor=2, floor="products"),
+    ),
+    derivation="""
+As `contract_lse`, whose factor 2 takes for granted that both sides accumulate q.k alike. With 576 columns they do not:
+the reference rounds float32 sums of mixed sign to nearest, and its errors, half a unit each, cancel. A tensor core cuts
+the sum off to float32 after every 16 products (https://arxiv.org/abs/2403.00232), always towards zero: up to one unit
+in the last place of the sum so far, half a unit on average, and the errors add up. The score that decides lse is the
+row's largest, at most |lse| but for the logarithm of the number of keys. On its way up it spends half of the n steps in
+its own binade, a quarter in the one below with units half as large, and so on: n/2 (1 + 1/4 + 1/16 + ...) = 2n/3 units
+of |lse| if every step lost a whole one, n/3 = 12 ulp(max|lse|) on average. One of them is certain to be near, as the
+spread of a sum of n cuts is sqrt(n/12), less than 2 units. The floor is that of `lse` and n/3 units for a maximum, half
+of it for an RMS, as scores lie anywhere within their binade.
+""",
+    date="2026-11",
+    margin="sums as the hardware makes them are off by 3.3e-6 of 8e-6 at lse = 7; a scale off by 1e-5 is found",
+)
+
+CONTRACT_FP8_SUMS = Rule(
+    name="contract_fp8_sums",
+    checks=(
+        Check(statistic="rms", factor=1.5, floor="peak", floor_factor=2**11),
+        Check(statistic="max", factor=2, floor="peak", floor_factor=2**13),
+    ),
+    derivation="""
+A float32 number that adds up scores of FP8 tensor cores, against a reference whose sums are float32. An instruction
+aligns 32 products and the sum so far to the largest of these 33 and drops what lies more than 13 bits below it: errors
+are uniform in 2^-13 of the largest, of either sign as the addends are, 2^-13 / sqrt(3) each. 128 products take four
+instructions, so 132 errors: sqrt(132 / 3) 2^-13 = 2^-10.3 of the largest addend. That is a product or a partial sum
+and smaller than the largest score; and weighted sums over 16 heads or more average the errors, which differ from head
+to head, by 4: 2^-12 of the largest number, 2^11 units of float32. The largest of a few thousand is four times that.
+""",
+    date="2026-11",
+    margin="DeepGEMM is off by 1.4e-4 of a number; a head, a rectifier or a scale that is left out by 1e-2 and more",
+)
+
+CHAIN = 16 * 2.0**-24
+"""Relative error of a float32 number that a fused quantizer rounds to a code, on either side of a comparison."""
+
+CODES = Rule(
+    name="codes",
+    codes=True,
+    checks=(
+        Check(statistic="max", factor=2, floor="chain"),
+        Check(statistic="mean", factor=2, floor="chain"),
+    ),
+    derivation="""
+A code with a few bits hides every error below half its step, so its own error says nothing. What does is the number
+before it was rounded, which the float64 truth leaves unrounded: the *error that explains a code* is the smallest
+relative change of that number with which it rounds to the code, 0 where it does anyway. A code may so differ from the
+truth's only where the truth lies within the derived error of a border, by one step in practice.
+Kernel and reference round intermediate results to 16 bits alike, so the explaining errors of the reference bound the
+kernel's: factor 2, for a number at the border of a 16-bit rounding that falls on the other side. Float32 arithmetic
+differs on top: the sum of squares (its relative error, at most 12 x 2^-24 for pieces of a row added in turn and then
+as a tree, counts half under the root), the root, its inverse, two products, the scale and the quotient round once
+each, 2^-24 at most: 16 x 2^-24 in all. That is also the floor of the mean, which finds errors that all codes share and
+that stay below the largest.
+""",
+    date="2026-11",
+    margin="kernels equal the reference but for one code in 10^5; 1 % more moves one code in ten",
+)
+
+PROPAGATED = Rule(
+    name="propagated",
+    two_sided=True,
+    checks=(
+        Check(statistic="rms", factor=2, join="quadrature"),
+        Check(statistic="mean", factor=2, join="quadrature"),
+        Check(statistic="p99", factor=4),
+        Check(statistic="max", factor=4),
+        Check(statistic="slice", factor=4, join="quadrature"),
+    ),
+    derivation="""
+For outputs inside a model that runs on its own numbers: both sides' errors have passed through the same layers, but
+began as different roundings. Over a whole output they average, as for `default`. One token's error does not: norms and
+routing weights multiply all of a token's features with one number that carries one rounding, so that a token's error
+has few degrees of freedom, and extremes over some tens of tokens compare two small samples. The ratio of two RMS values
+of k degrees of freedom each exceeds 4 with the probability that F(k, k) exceeds 16: 1 % at k = 4, 0.03 % at k = 8; it
+exceeds 2 (the default) with 12 % and 3 %, and a model has hundreds of such comparisons.
+""",
+    date="2026-11",
+    margin="correct models use up to 0.6 of it in float32; faults of one module exceed it hundredfold there",
+)
+
+
+def extreme(size: int) -> float:
+    """How much farther the largest of `size` errors may exceed the largest self-noise than the RMS its RMS.
+
+    The errors are taken as normal, all of one variance. At most one largest error in 10,000 is above the numerator;
+    the self-noise of an element is the RMS of two such numbers (of `bisect`'s two runs), and the largest of `size` is
+    below the denominator one time in 100. Between fewer than 16 numbers extremes are chance, and 16 are assumed.
+    """
+    n = max(size, 16)
+    most = NormalDist().inv_cdf(1 - 1e-4 / (2 * n))
+    least = math.sqrt(-math.log(-math.expm1(math.log(0.01) / n)))
+    return most / least
+
+
+def local(terms: int, dtype_eps: float, size: int) -> Rule:
+    """The rule for one module of a model against its counterpart in another framework, on the same inputs.
+
+    The peer of its checks is the self-noise: what the module's outputs change by when each of its inputs, and each
+    result of the modules inside it, moves by one unit in the last place, up or down at random.
+
+    Args:
+        terms: the largest dimension of the module's parameters and inputs, a bound of the terms of any sum in it.
+        dtype_eps: eps of the coarser of the two sides' dtypes.
+        size: elements of the tensor.
+    """
+    wide = min(dtype_eps, 2.0**-23)
+    factor = round(math.sqrt(4 + terms / 12 * (wide / dtype_eps) ** 2), 3)
+    return Rule(
+        name="local",
+        checks=(
+            Check(statistic="rms", factor=factor, join="quadrature"),
+            Check(statistic="max", factor=round(factor * extreme(size), 3)),
+            Check(statistic="slice", factor=factor, join="quadrature"),
+        ),
+        derivation="""
+Both sides round the same formula at other places. A rounding is uniform in half a unit: RMS 1/sqrt(12) of one. The
+self-noise moves every input by a whole unit, as much as twelve roundings of it; factor 2 in RMS is worth 48 in all, 24
+stages that round on each side, and modules between two others have fewer. Sums are kept in float32 or wider: if the n
+partial sums of a product are rounded one after the other, their errors add to n / 2 roundings of the result (partial
+sums of random signs grow with the root), n of both sides, n / 12 square units of float32, which only shows where the
+dtype is float32 itself. The floor is one rounding of the output. Sensitivity (a softmax's, a router's) is in the noise.
+Two largest values differ by chance more than two RMS do, see `extreme`.
+""",
+        date="2026-11",
+        margin="Llama, DeepSeek-V3 and gpt-oss use up to 45 %; planted faults exceed it at least 9 times in bfloat16",
+    )
+
+
+PROJECTED = math.sqrt(45 / 16)
+"""How far an RMS that is estimated from 16 random projections may exceed the true one: the sum of 16 squares of normal
+numbers is below 45 in all but one of ten thousand cases."""
+
+RULES = {
+    rule.name: rule
+    for rule in (DEFAULT, EXACT, LSE, CONTRACT, CONTRACT_LSE, CONTRACT_LSE_LATENT, CONTRACT_FP8_SUMS, CODES, PROPAGATED)
+}
+
+ROUNDED_ONCE = 0.55
+"""Units in the last place of a sum that a compensated summation rounds once: half a unit, and a tenth of that for the
+second-order rounding of the corrections."""
 
 FLOAT64 = 16 * 2.0**-52
 """Relative difference of two float64 computations of one number in another order: sixteen roundings, for tests of the
 metrics themselves."""
+
+DIVERGENCE = 16 * FLOAT64
+"""The same for a Kullback-Leibler divergence, whose terms have either sign and may be ten times their sum."""
+
+SAME_NARROW_LAYER = 4
+"""Difference, in largest outputs and eps of a 16-bit dtype, of an attention layer on two implementations: each rounds
+the softmax's weights, the attention's output and the layer's output by half a unit, three units in all."""
+
+SAME_SUMS = 64 * 2.0**-23
+"""Difference, in largest outputs, of two float32 layers that add the same terms in another order: projections and
+attention over up to 64 terms each, every partial sum rounded once by half a unit, two layers of such sums."""
+
+SAME_LAYER = 1024 * 2.0**-24
+"""Difference, in largest outputs, of two float32 layers that attend over up to 150 keys in another order: projections
+of 48 and 256 terms and products of 64 and 150, half a unit for each partial sum, are 518; the score's part of it, 112,
+moves the weights by as much times a score of at most 4.5. All of it stays below 1024 half units."""
+
+E4M3_NOISE = 2.0**-3 / 12**0.5
+"""Relative RMS error, at most, of numbers rounded to e4m3 in groups: half a step is at most 2^-4 of a number, and
+its error is uniform. A linear layer hands the noise of its activations on to its outputs."""
+
+SAME_COMPUTATION = 2.0**-4
+"""Relative RMS error beyond which a benchmark's peer computes something else than the op and is not timed. No proof of
+the peer: codes of 4 bits, the coarsest inner rounding of any, leave at most 2^-4 of a number (half a step of a value in
+[1/2, 1) of full scale); a wrong mask, scale or head gives 2^-2 and more."""
 
 SHARED_ERROR = 0.5
 """Two outputs share one deviation from the truth if they lie closer to each other than half the smaller of their own

@@ -5,18 +5,15 @@
 A = `capture_vs_reference`, B = `reference_vs_kernel`, C = `capture_vs_kernel`; A and B say which side to blame.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import fnmatch
 import functools
-import multiprocessing
 import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +26,7 @@ import numpy as np
 from jaxattn import registry
 from jaxattn._mechanism import Mechanism
 from pallas_kernels import _mosaic
-from parity import captures, cases, execution, judge, tolerances
+from parity import captures, cases, execution, judge, sharing, tolerances
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -115,8 +112,13 @@ def run(
     backend = resolve(backend)
     pairs = sorted(pair(mechanisms, captures), key=lambda p: sum(x.nbytes for x in p[1].inputs.values()))
     results: list[Result] = []
-    with _workers(min(jobs, len(pairs))) as submit:
-        waiting = [submit(mechanism, capture, backend) for mechanism, capture in pairs]
+    with sharing.workers(min(jobs, len(pairs))) as pool:
+        waiting = [
+            pool.submit(_elsewhere, m.name, c.path, c.case, backend).result
+            if pool
+            else functools.partial(compare, m, c, backend)
+            for m, c in pairs
+        ]
         for i, ((_, capture), done) in enumerate(zip(pairs, waiting, strict=True)):
             if progress is not None:
                 progress(i, len(pairs), capture.name)
@@ -124,17 +126,6 @@ def run(
     if progress is not None:
         progress(len(pairs), len(pairs), "")
     return results
-
-
-@contextlib.contextmanager
-def _workers(jobs: int) -> Iterator[Callable[..., Callable[[], list[Result]]]]:
-    """`submit(mechanism, capture, backend)` -> a function that gives the results, at once or from another process."""
-    if jobs < 2:
-        yield lambda *case: functools.partial(compare, *case)
-        return
-    # spawned: a fork of a process that runs jax may hang
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda m, capture, backend: pool.submit(_elsewhere, m.name, capture.path, capture.case, backend).result
 
 
 def _elsewhere(mechanism: str, path: Path, case: str, backend: str) -> list[Result]:
@@ -326,7 +317,7 @@ def provenance(backend: str) -> dict[str, Any]:
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "device": device.device_kind,
         "device_platform": device.platform,
         "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),

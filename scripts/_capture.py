@@ -1,4 +1,5 @@
-"""What the capture scripts share: cases and their random numbers, paged inputs, provenance, the command line.
+"""What the capture scripts share: cases and their random numbers, paged inputs, calls of a model's modules, provenance,
+the command line.
 
 Inputs are drawn with numpy, from a seed that depends on the case alone: a case keeps its inputs when others come and
 go. Runs on Python 3.11; never imports torch by itself.
@@ -8,6 +9,7 @@ import argparse
 import datetime
 import fnmatch
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -36,7 +38,8 @@ class Recipe:
 
     family: str
     name: str
-    run: Callable[[np.random.Generator], CaseData]
+    run: Callable[[np.random.Generator], CaseData | dict[str, CaseData]]
+    """What it returns is the case of this name, or cases under names of their own."""
 
 
 @dataclass
@@ -69,35 +72,53 @@ class Machine:
     versions: Mapping[str, str]
     device: str
     driver: str
+    alive: Callable[[], bool] = lambda: True
+    """False after a failure that no later case of the same process would survive."""
 
 
 def main(recipes: Recipes, script: str, machine: Callable[[], Machine], argv: Sequence[str] | None = None) -> int:
     """The command line of a capture script; returns the exit status.
 
     0: everything asked for was captured; 1: some cases failed, the rest was written; 2: wrong arguments or no case.
+    A case that takes the device down is left out, and its family is begun again in a new process.
     """
     parser = argparse.ArgumentParser(prog=script, description=f"Write captures of {recipes.producer}.")
-    parser.add_argument("out", type=Path, help="directory for PRODUCER-FAMILY.safetensors")
+    parser.add_argument("out", type=Path, nargs="?", help="directory for PRODUCER-FAMILY.safetensors")
     parser.add_argument("--family", action="append", choices=recipes.families(), help="repeatable; default: all")
     parser.add_argument("--only", default="*", metavar="GLOB", help="cases by name; needs an OUT without the file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit of this script, where git cannot tell it")
+    parser.add_argument("--list", action="store_true", help="print the cases and the bytes of their arrays, run none")
+    parser.add_argument("--failed", action="append", default=[], help=argparse.SUPPRESS)  # FAMILY/CASE, left out
     args = parser.parse_args(argv)
+    families = args.family or recipes.families()
+    if args.list:
+        return _list([r for r in _chosen(recipes, args.only) if r.family in families], args.only)
+    if args.out is None:
+        parser.error("OUT is required: the directory for the files")
+    here = machine()
     commit = args.commit or _commit(script)
     if commit is None:
         parser.error("the commit of the script is recorded, and git cannot tell it here: pass --commit SHA")
-    here = machine()
     args.out.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
+    failed: list[str] = list(args.failed)
     written = 0
-    for family in args.family or recipes.families():
+    for i, family in enumerate(families):
         path = args.out / f"{recipes.producer}-{family}.safetensors"
-        chosen = [r for r in recipes.cases if r.family == family and fnmatch.fnmatch(r.name, args.only)]
+        chosen = [r for r in _chosen(recipes, args.only) if r.family == family]
         if not chosen:
             continue
         if args.only != "*" and path.exists():
             parser.error(f"--only writes a file with some of the cases, but {path} exists: choose another directory")
-        cases = {r.name: data for r in chosen if (data := _run(r, args.seed, failed)) is not None}
+        cases: dict[str, CaseData] = {}
+        for r in chosen:
+            if f"{family}/{r.name}" in args.failed:
+                continue
+            data = _run(r, args.seed, failed)
+            cases |= data
+            if not data and not here.alive():
+                print(f"the device is lost after {family}/{r.name}; beginning {family} again without it", flush=True)
+                _again(args, families[i:], commit, failed)
         if not cases:
             continue
         only = "" if args.only == "*" else f" --only {args.only!r}"
@@ -122,28 +143,52 @@ def main(recipes: Recipes, script: str, machine: Callable[[], Machine], argv: Se
     return 1 if failed else 0
 
 
-def _run(recipe: Recipe, seed: int, failed: list[str]) -> CaseData | None:
-    """A case's data, or None after reporting why there is none; a NaN in an output is a failure."""
+def _chosen(recipes: Recipes, only: str) -> list[Recipe]:
+    return [r for r in recipes.cases if fnmatch.fnmatch(r.name, only)]
+
+
+def _list(chosen: Sequence[Recipe], only: str) -> int:
+    """One line per case, `family/name` and the bytes of its arrays where they are known before it runs."""
+    for r in chosen:
+        count = getattr(r.run, "nbytes", None)
+        print(f"{r.family}/{r.name}" + (f" {count()}" if count else ""))
+    if not chosen:
+        print(f"no case matches --only {only!r}", file=sys.stderr)
+    return 0 if chosen else 2
+
+
+def _again(args: argparse.Namespace, families: Sequence[str], commit: str, failed: Sequence[str]) -> None:
+    """Replace this process by one that captures these families without the cases that failed."""
+    options = {"--family": families, "--failed": failed, "--only": [args.only], "--commit": [commit]}
+    words = [word for option, values in options.items() for value in values for word in (option, value)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, sys.argv[0], str(args.out), "--seed", str(args.seed), *words])
+
+
+def _run(recipe: Recipe, seed: int, failed: list[str]) -> dict[str, CaseData]:
+    """A recipe's cases, or none after reporting why; a NaN in an output is a failure."""
     name = f"{recipe.family}/{recipe.name}"
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     try:
-        data = recipe.run(np.random.default_rng(list(digest)))
-        for key, array in data.outputs.items():
+        made = recipe.run(np.random.default_rng(list(digest)))
+        found = {recipe.name: made} if isinstance(made, CaseData) else made
+        for case, key, array in [(case, *item) for case, data in found.items() for item in data.outputs.items()]:
             bad = np.argwhere(np.isnan(array.astype(np.float64)))
             if bad.size:
-                where = bad[0].tolist()
-                raise ArithmeticError(f"output {key} holds {len(bad)} NaN of {array.size} values, the first at {where}")
+                where = f"{len(bad)} NaN of {array.size} values, the first at {bad[0].tolist()}"
+                raise ArithmeticError(f"{'' if case == recipe.name else f'{case}: '}output {key} holds {where}")
     except Exception as e:
         print(f"FAILED {name}: {type(e).__name__}: {e}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         failed.append(name)
-        return None
+        return {}
     print(f"captured {name}", flush=True)
-    return data
+    return found
 
 
 def _commit(script: str) -> str | None:
     """Commit of the working tree, with -dirty if a file that shapes the captures differs from it."""
-    shaping = [script, "scripts/_capture.py", "parity/captures.py"]
+    shaping = [script, ":(glob)scripts/_capture*.py", "parity/captures.py", "jaxattn/capture.py"]
     try:
         head = _git("rev-parse", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--", *shaping) else "")
@@ -153,6 +198,40 @@ def _commit(script: str) -> str | None:
 
 def _git(*command: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout.strip()
+
+
+Rows = Callable[[str, str], Sequence[int] | None]
+"""`rows(path, "in.x")` of a call's tensor: which rows to keep, None = all, empty = not the tensor."""
+
+
+def module_cases(
+    calls: Sequence[Any], run: str, rows: Rows = lambda path, key: None, **more: Any
+) -> dict[str, CaseData]:
+    """Calls that `jaxattn.capture` handed over, as the cases of a run; those without an output are left out.
+
+    Args:
+        calls: in their order.
+        run: its name, the first part of the cases' names.
+        rows: of a tensor, counted along its first axis that is longer than 1.
+        more: parameters of every case.
+    """
+    found: dict[str, CaseData] = {}
+    for call in calls:
+        params = {k: v for k, v in call.params.items() if k not in ("arguments", "result")} | {"run": run} | more
+        taken: dict[str, dict[str, np.ndarray]] = {"in": {}, "out": {}}
+        for kind, side in (("in", call.inputs), ("out", call.outputs)):
+            for name, array in side.items():
+                chosen = rows(call.path, f"{kind}.{name}")
+                if chosen is None:
+                    taken[kind][name] = array
+                elif len(chosen):
+                    key, axis = f"{kind}.{name}", captures.row_axis(array.shape)
+                    params.setdefault("tensors", {})[key] = [array.dtype.name, list(array.shape)]
+                    params.setdefault("rows", {})[key] = list(chosen)
+                    taken[kind][name] = np.take(array, list(chosen), axis)
+        if taken["out"]:
+            found[captures.hook.case_name(call, found, run)] = CaseData(params, taken["in"], taken["out"])
+    return found
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,15 @@ use_environment() {
     complete || build
     exec 9>&-
   fi
-  if [ "$DEVICE" = cpu ]; then export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"; fi
+  keep_programs "$venv/compiled"
+}
+
+# keep_programs FOLDER: compiled programs serve the next process.
+keep_programs() {
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$1}"
+  export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+  [ "$DEVICE" = cpu ] || return 0
+  export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 }
 
 build() {

@@ -1,90 +1,29 @@
 """Captures of vLLM's own kernels on a GPU.
 
     python scripts/capture_vllm.py OUT [--family attention] [--only GLOB] [--seed 0] [--commit SHA]
+    python scripts/capture_vllm.py --list
 
 A case is a function of a random generator under `@VLLM.add(family, name)` that draws inputs, calls vLLM and returns
-parameters, inputs and outputs; outputs that the caller allocates start as NaN. Needs vLLM 0.26 with its PyTorch and a
-CUDA GPU. Where only vLLM's kernels are wanted, a module `vllm_env` with a function `install()` on the path may stand in
-for packages that its server needs.
+parameters, inputs and outputs, or data under `@case(...)`; outputs that the caller allocates start as NaN. Needs vLLM
+0.26 with its PyTorch and a CUDA GPU. Where only vLLM's kernels are wanted, a module `vllm_env` with a function
+`install()` on the path may stand in for packages that its server needs.
 """
 
-import subprocess
 import sys
 
 import _capture
-import ml_dtypes
+import _capture_vllm_cache  # noqa: F401  these modules add their cases
+import _capture_vllm_dsv4  # noqa: F401
+import _capture_vllm_indexer  # noqa: F401
+import _capture_vllm_matmul  # noqa: F401
+import _capture_vllm_mla  # noqa: F401
+import _capture_vllm_moe  # noqa: F401
+import _capture_vllm_quant  # noqa: F401
+import _capture_vllm_routing  # noqa: F401
+import _capture_vllm_turboquant  # noqa: F401
 import numpy as np
-from _capture import CaseData, Machine, Paged, Recipes
-
-try:
-    import torch
-except ImportError as e:
-    sys.exit(
-        f"capture_vllm needs vLLM with its PyTorch and a CUDA GPU: {e}; install them with: pip install vllm==0.26.0"
-    )
-
-VLLM = Recipes("vllm")
-_VIEWS = {
-    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
-}
-
-
-def machine() -> Machine:
-    """Versions and GPU; leaves the program with a sentence where vLLM cannot run."""
-    if not torch.cuda.is_available():
-        sys.exit("capture_vllm needs a CUDA GPU and found none; run it on a machine with one")
-    try:
-        import vllm_env
-    except ModuleNotFoundError:
-        pass
-    else:
-        vllm_env.install()
-    try:
-        import triton
-        import vllm
-    except ImportError as e:
-        sys.exit(f"capture_vllm needs vLLM: {e}; install it with: pip install vllm==0.26.0")
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__}
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return Machine(versions | {"cuda": torch.version.cuda}, torch.cuda.get_device_name(), driver)
-
-
-def to_gpu(array: np.ndarray) -> torch.Tensor:
-    """A tensor on the GPU with the array's bits."""
-    bits, dtype = _VIEWS.get(array.dtype, (None, None))
-    if dtype is None:
-        return torch.from_numpy(array.copy()).cuda()
-    return torch.from_numpy(array.view(bits).copy()).cuda().view(dtype)
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """An array with the tensor's bits."""
-    tensor = tensor.detach().contiguous().cpu()
-    for ours, (bits, dtype) in _VIEWS.items():
-        if tensor.dtype == dtype:
-            return tensor.view(getattr(torch, np.dtype(bits).name)).numpy().view(ours)
-    return tensor.numpy()
-
-
-def launch(call) -> tuple[object, list[str]]:
-    """What the call returns and the names of the GPU kernels that it launched, as the profiler saw them.
-
-    The call runs twice, first without the profiler so that compiling at first use is over.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        result = call()
-        torch.cuda.synchronize()
-    names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [name[:160] for name in dict.fromkeys(names) if not name.startswith(("Memcpy", "Memset"))]
-    if not kernels:
-        print("warning: the profiler saw no GPU kernel; device_kernels stays empty", file=sys.stderr)
-    return result, kernels
+from _capture import CaseData, Paged
+from _capture_vllm import VLLM, launch, machine, to_gpu, to_numpy
 
 
 def unified(name: str, *shape, segments: int = 0, **options) -> None:
@@ -93,6 +32,7 @@ def unified(name: str, *shape, segments: int = 0, **options) -> None:
 
     @VLLM.add("attention", f"paged_unified_{name}")
     def run(rng: np.random.Generator) -> CaseData:
+        import torch
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
         from vllm.v1.kv_cache_interface import KVQuantMode
 
@@ -143,6 +83,7 @@ def flash3(name: str, *shape, **options) -> None:
 
     @VLLM.add("attention", f"paged_fa3_{name}")
     def run(rng: np.random.Generator) -> CaseData:
+        import torch
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         arrays = paged.inputs(rng)

@@ -8,6 +8,7 @@ compared or the input cannot be used. With --diff: 0 nothing got worse, 1 someth
 """
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ NOTHING = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parse(argv)
+    os.environ.setdefault("NPROC", "16")  # XLA's threads: interpreted warpgroups wait for each other
     if args.jobs > 1:  # several processes share the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console = Console()
@@ -79,7 +81,7 @@ def judge(
     with _progress(console) as advance:
         results = triangle.run(chosen, loaded, backend, lambda *state: advance("comparing", *state), jobs)
         untested = {m.name: "left out by --no-mutations" for m in chosen}
-        tested = _mutations(chosen, loaded, advance) if mutations else schema.mutations([], untested)
+        tested = _mutations(chosen, loaded, advance, jobs) if mutations else schema.mutations([], untested)
     claimed = {capture.name: capture.params for _, capture in triangle.pair(chosen, loaded)}
     return schema.complete(
         triangle.report(results, loaded, backend),
@@ -105,26 +107,30 @@ def write(report: schema.Report, out: Path) -> list[Path]:
     return paths
 
 
-def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[..., None]) -> dict[str, Any]:
+def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[..., None], jobs: int) -> dict[str, Any]:
     """Plant the known faults of every mechanism that has captures, and count what the judge catches."""
-    import jax
+    from parity import mutations, sharing, triangle
 
-    from parity import mutations, triangle
-
-    judged = {mechanism.name: mechanism for mechanism, _ in triangle.pair(chosen, loaded)}
-    untested = {m.name: "no capture of it was loaded" for m in chosen if m.name not in judged}
-    mutants = []
-    for i, (name, mechanism) in enumerate(judged.items()):
-        advance("testing the judge", i, len(judged), name)
+    stored: dict[str, list[tuple[Path, str]]] = {}
+    for mechanism, capture in triangle.pair(chosen, loaded):
+        stored.setdefault(mechanism.name, []).append((capture.path, capture.case))
+    untested = {m.name: "no capture of it was loaded" for m in chosen if m.name not in stored}
+    for name in list(stored):
         try:
             mutations.find(name)
         except ValueError as e:
             untested[name] = str(e)
-            continue
-        with jax.default_device(jax.devices("cpu")[0]):  # many small references: a GPU would only compile
-            mutants += mutations.run([mechanism], loaded)
-            mutants += mutations.contract(mechanism)
-    advance("testing the judge", len(judged), len(judged), "")
+            del stored[name]
+    mutants = []
+    with sharing.workers(min(jobs, len(stored))) as pool:
+        waiting = [
+            pool.submit(mutations.every, *one).result if pool else functools.partial(mutations.every, *one)
+            for one in stored.items()
+        ]
+        for i, (name, done) in enumerate(zip(stored, waiting, strict=True)):
+            advance("testing the judge", i, len(stored), name)
+            mutants += done()
+    advance("testing the judge", len(stored), len(stored), "")
     return schema.mutations([m.to_json() for m in mutants], untested)
 
 

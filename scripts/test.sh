@@ -14,6 +14,8 @@ Parts (without one: --tests; --all is the five of them):
   --types           pyright
 Options:
   --captures DIR    more captures for --parity (repeatable)
+  --share N         run about one in N of the parametrized cases and the first of every mechanism (CI: it has two processors)
+  --jobs N          processes that share the tests (default: 2, with a GPU 1, which is then not shared)
   --setup-only      make the environment and stop
   --env NAME        default (.venv), newest-jax (.venv-newest-jax) or cuda12 (.venv-cuda12: --aot with CUDA 12)
   --python PATH     use this interpreter as it is, install nothing
@@ -23,16 +25,18 @@ TXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
-parts=() pytest_args=() captures=() env=default interpreter="" setup_only="" selected=""
+parts=() pytest_args=() captures=() env=default interpreter="" jobs="" setup_only="" selected=""
 while [ $# -gt 0 ]; do
   case $1 in
     --tests | --parity | --aot | --lint | --types) parts+=("${1#--}") ;;
     --all) parts=(lint types tests aot parity) ;;
-    --captures | --env | --python)
+    --captures | --env | --python | --share | --jobs)
       [ $# -ge 2 ] || die "$1 needs a value; see scripts/test.sh --help"
       case $1 in
         --captures) captures+=(--captures "$2") ;;
         --env) env=$2 ;;
+        --share) export TEST_SHARE=$2 ;;
+        --jobs) jobs=$2 ;;
         --python) interpreter=$2 ;;
       esac
       shift
@@ -49,6 +53,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+case $jobs in *[!0-9]* | 0) die "--jobs must be a positive number, got $jobs" ;; esac
 case $env in default | newest-jax | cuda12) ;; *) die "--env must be default, newest-jax or cuda12, got $env" ;; esac
 if [ ${#parts[@]} -eq 0 ]; then
   if [ ${#captures[@]} -gt 0 ]; then parts=(parity); else parts=(tests); fi
@@ -99,10 +104,14 @@ run_pytest() {
   finish "$part" "$code" "$summary"
 }
 
-# Two interpreted kernels at a time; a GPU is not shared, and a few named tests do not need it.
+# Two interpreted kernels at a time; most of the time on a GPU goes into compiling, which several processes share.
 parallel=()
-if [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
-  parallel=(-n 2 --dist loadgroup)
+if [ -z "$jobs" ] && [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ] && "$PYTHON" -c 'import xdist' 2>/dev/null; then
+  jobs=2
+fi
+if [ "${jobs:-1}" != 1 ]; then
+  parallel=(-n "$jobs" --dist loadgroup)
+  export XLA_PYTHON_CLIENT_PREALLOCATE="${XLA_PYTHON_CLIENT_PREALLOCATE:-false}"
 fi
 
 for part in "${parts[@]}"; do
@@ -112,6 +121,9 @@ for part in "${parts[@]}"; do
       step -m ruff format --check .
       step -m ruff check .
       step scripts/support_table.py --check
+      step scripts/evidence.py --check
+      step scripts/timing_table.py --check
+      step scripts/v4_pictures.py --check
       finish lint $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
       ;;
     types)

@@ -1,17 +1,27 @@
 """Fixtures, the rule for tests that need a GPU, and the choice of the smoke tests."""
 
+import os
 import zlib
 
 import numpy as np
 import pytest
 
+from jaxattn.registry import MECHANISMS
 from pallas_kernels import _mosaic
+from parity import sharing
+
+os.environ.setdefault(
+    "NPROC", "16"
+)  # XLA's threads: interpreted warpgroups wait for each other, on two they would for ever
+sharing.keep_apart(os.environ.get("PYTEST_XDIST_WORKER", ""))
 
 
 @pytest.fixture
 def rng(request):
     """Random numbers that depend on the test's id only."""
-    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+    marker = request.node.get_closest_marker("xdist_group")
+    name = request.node.nodeid.removesuffix(f"@{marker.args[0]}") if marker else request.node.nodeid
+    return np.random.default_rng(zlib.crc32(name.encode()))
 
 
 @pytest.fixture
@@ -22,7 +32,9 @@ def interpret():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    sharing.thin(config, items)
+    sharing.together(items, [m.name for m in MECHANISMS])
     needy = [item for item in items if item.get_closest_marker("gpu")]
     if needy and (reason := _mosaic.why_not_here()):
         for item in needy:

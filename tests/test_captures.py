@@ -89,7 +89,7 @@ def test_what_was_written_comes_back(file):
     first, second = captures.load([file.parent])
     assert (first.name, second.name) == ("fam/first", "fam/second")
     assert first.path == file
-    assert first.provenance == PROVENANCE | {"format": 2, "verified": True}
+    assert first.provenance == PROVENANCE | {"format": 3, "verified": True}
     for capture, data in zip((first, second), make_cases().values(), strict=True):
         assert capture.params == data.params
         for kind in ("inputs", "outputs"):
@@ -225,10 +225,10 @@ def test_metadata_must_be_an_object(tmp_path):
     refuse(path, "__metadata__ must be a JSON object, found int")
 
 
-@pytest.mark.parametrize("number", [0, 3, "2", None, True])
+@pytest.mark.parametrize("number", [0, 4, "3", None, True])
 def test_wrong_format_number(file, number):
     edit(file, lambda header, cases, provenance, data: provenance.update(format=number))
-    refuse(file, f"format 1 or 2 is required, found {number!r}")
+    refuse(file, f"format 1 or 2 or 3 is required, found {number!r}")
 
 
 @pytest.mark.parametrize("field", ["provenance", "cases"])
@@ -585,13 +585,13 @@ def test_paged_fp8_inputs_stay_finite(common):
 def test_capture_scripts_say_what_is_missing(name, tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "parity", tmp_path / "parity", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copytree(ROOT / "jaxattn", tmp_path / "jaxattn", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "scripts" / "torch.py").write_text("raise ImportError('no torch for this test')")
     command = [sys.executable, f"scripts/capture_{name}.py", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"capture_{name} needs " in done.stderr
-    assert "no torch for this test" in done.stderr
-    assert "pip install" in done.stderr
+    assert "no torch for this test" in done.stderr and "pip install" in done.stderr
     assert "Traceback" not in done.stderr
 
 

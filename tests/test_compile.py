@@ -18,21 +18,25 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn import _checks, _mechanism, registry
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_SECONDS = 10
+"""Processor time for each kernel of a program."""
 PROCESSES = 2
 PROGRAMS = [
     f"{m.name}/{kernel}/{kind}/{label}"
     for m in registry.MECHANISMS
     for kernel in m.kernels
-    for kind, labels in (("case", [c.name for c in m.cases]), ("support", [label for label, _ in m.support]))
+    for kind, labels in (
+        ("case", [c.name for c in m.cases if c.tags & {"smoke", "full"}]),
+        ("support", [label for label, _ in m.support]),
+    )
     for label in labels
 ]
 FIRST = {tuple(name.split("/")[:2]): name for name in reversed(PROGRAMS)}.values()
 
-pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
+pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("aot"), pytest.mark.timeout(3600)]
 
 
 @functools.cache
@@ -42,7 +46,7 @@ def arguments(name):
     mechanism = registry.find(stem)
     if kind == "case":
         case = next(c for c in mechanism.cases if c.name == label)
-        args = case.make(np.random.default_rng(zlib.crc32(name.encode())))
+        args = case.shapes() if case.shapes else case.make(np.random.default_rng(zlib.crc32(name.encode())))
     else:
         args = dict(mechanism.support)[label]
     prepared = mechanism.prepare(**args)
@@ -54,7 +58,7 @@ def _shape(x):
 
 
 def build(name):
-    """What `_mosaic.compile_report` compiles in its own process."""
+    """What `_aot.compile_report` compiles in its own process."""
     mechanism, kernel, args = arguments(name)
     arrays = {k: v for k, v in args.items() if _checks.is_array(v)}
     static = {k: v for k, v in args.items() if k not in arrays}
@@ -75,7 +79,7 @@ def compile_programs(function, names):
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
         with ThreadPoolExecutor(PROCESSES) as pool:
             reports = pool.map(
-                lambda some: _mosaic.compile_report(f"test_compile:{function}", some),
+                lambda some: _aot.compile_report(f"test_compile:{function}", some),
                 [names[i::PROCESSES] for i in range(PROCESSES)],
             )
         return {record.name: record for report in reports for record in report}
@@ -104,7 +108,7 @@ def test_compiles_without_spills(name, compiled):
     assert record.error is None
     assert record.kernels, "the compiled program holds no Mosaic kernel"
     assert record.spill_bytes == 0
-    assert record.seconds < MAX_SECONDS
+    assert record.seconds < MAX_SECONDS * len(record.kernels)
 
 
 def test_every_kernel_compiles_something():

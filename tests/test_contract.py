@@ -21,6 +21,7 @@ CASES = [
     for m in MECHANISMS
     for kernel in m.kernels
     for case in m.cases
+    if case.tags & {"smoke", "full"}
 ]
 KERNELS = [pytest.param(m, kernel, id=f"{m.name}-{kernel}") for m in MECHANISMS for kernel in m.kernels]
 SUPPORT = [
@@ -44,6 +45,21 @@ EMPTY = {
             "query_start": args["query_start"][:1],
         },
     },
+    "cascade_attention": {
+        "no-requests": lambda args: {
+            "page_table": args["page_table"][:0],
+            "lengths": args["lengths"][:0],
+            "query_start": args["query_start"][:1],
+        },
+        "no-tokens": lambda args: {"q": args["q"][:0], "query_start": 0 * args["query_start"]},
+    },
+    "attention": {
+        "no-tokens": lambda args: {"q": args["q"][:0], "query_start": 0 * args["query_start"], "causal": False},
+        "no-keys": lambda args: {name: args[name][:0] for name in ("k", "v")} | {"key_start": 0 * args["query_start"]},
+        "nothing": lambda args: (
+            {name: args[name][:0] for name in ("q", "k", "v")} | {"query_start": args["query_start"][:1]}
+        ),
+    },
     "cache_write": {
         "no-tokens": lambda args: {
             **{name: args[name][:0] for name in ("key", "value", "slots")},
@@ -66,11 +82,86 @@ EMPTY = {
     "hadamard_transform": {"no-rows": lambda args: {"x": args["x"][:0]}},
     "rms_norm_quant": {"no-rows": lambda args: {"x": args["x"][:0]}},
     "silu_mul_quant": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "router": {"no-tokens": lambda args: {"logits": args["logits"][:0]}},
+    "routed_scaling": {"no-tokens": lambda args: {name: args[name][:0] for name in ("routed", "shared")}},
+    "align_block_size": {},  # padding is not zero, see its own tests
+    "permute": {},
+    "unpermute": {
+        "no-tokens": lambda args: {name: args[name][:0] for name in ("positions", "weights")},
+        "no-rows": lambda args: {"y": args["y"][:0], "positions": 0 * args["positions"] - 1},
+    },
+    "gated_activation": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "experts": {
+        "no-tokens": lambda args: {name: args[name][:0] for name in ("x", "weights", "ids")},
+        "foreign": lambda args: {"ids": 0 * args["ids"] - 1, "weights": jnp.nan * args["weights"]},
+    },
+    "megamoe_staged": {"no-tokens": lambda args: {name: args[name][:0] for name in ("x", "weights", "ids")}},
+    "eplb": {"no-layers": lambda args: {"load": args["load"][:0]}},
     "weight_only_matmul": {"no-rows": lambda args: {"x": args["x"][:0]}},
+    "turboquant_write": {
+        "no-tokens": lambda args: {
+            **{name: args[name][:0] for name in ("key", "value", "slots")},
+            "pages": jnp.zeros_like(args["pages"]),
+        },
+    },
+    "turboquant_attention": {
+        "no-requests": lambda args: {
+            "page_table": args["page_table"][:0],
+            "lengths": args["lengths"][:0],
+            "query_start": args["query_start"][:1],
+        },
+        "no-tokens": lambda args: {"q": args["q"][:0], "query_start": 0 * args["query_start"]},
+    },
     "scaled_matmul": {
         "no-rows": lambda args: {name: args[name][:0] for name in ("a", "a_scale")},
         "no-outputs": lambda args: {name: args[name][:0] for name in ("b", "b_scale", "bias")},
     },
+    "rope": {"no-tokens": lambda args: {name: args[name][:0] for name in ("x", "positions")}},
+    "mla": {
+        "no-requests": lambda args: {
+            "page_table": args["page_table"][:0],
+            "lengths": args["lengths"][:0],
+            "query_start": args["query_start"][:1],
+        },
+        "no-tokens": lambda args: {"q": args["q"][:0], "query_start": 0 * args["query_start"]},
+    },
+    "sparse_mla": {
+        "no-tokens": lambda args: {name: args[name][:0] for name in ("q", "indices", "counts")},
+        "no-entries": lambda args: {"indices": args["indices"][:, :0], "return_lse": False},
+    },
+    "sparse_indices": {"no-rows": lambda args: {"topk": args["topk"][:0], "query_start": 0 * args["query_start"]}},
+    "latent_cache_write": {
+        "no-tokens": lambda args: {
+            **{name: args[name][:0] for name in ("latent", "rotary", "slots")},
+            "cache": jnp.zeros_like(args["cache"]),
+        },
+    },
+    "latent_cache_gather": {
+        "no-requests": lambda args: {name: args[name][:0] for name in ("page_table", "lengths", "gathered")},
+        "no-rows": lambda args: {"gathered": 0 * args["gathered"]},
+    },
+    "compressor": {
+        "no-tokens": lambda args: {
+            **{name: args[name][:0] for name in ("kv", "score", "positions", "request", "cache_slots")},
+            **{name: jnp.zeros_like(args[name]) for name in ("cache", "state")},
+        },
+    },
+    "indexer_q": {"no-tokens": lambda args: {name: args[name][:0] for name in ("q", "weights", "positions")}},
+    "indexer": {"no-tokens": lambda args: {name: args[name][:0] for name in ("q", "weights", "starts", "ends")}},
+    "indexer_topk": {"no-tokens": lambda args: {name: args[name][:0] for name in ("logits", "starts", "ends")}},
+    "q_kv_rms_norm": {"no-tokens": lambda args: {name: args[name][:0] for name in ("q", "kv")}},
+    "qnorm_rope_kv_insert": {
+        "no-tokens": lambda args: {
+            **{name: args[name][:0] for name in ("q", "kv", "positions", "slots")},
+            "cache": jnp.zeros_like(args["cache"]),
+        },
+    },
+    "inv_rope_fp8_quant": {"no-tokens": lambda args: {name: args[name][:0] for name in ("o", "positions")}},
+    "grouped_projection": {"no-tokens": lambda args: {name: args[name][:0] for name in ("x", "x_scale")}},
+    "mhc_pre": {"no-tokens": lambda args: {"residual": args["residual"][:0]}},
+    "mhc_post": {"no-tokens": lambda args: {name: x[:0] for name, x in args.items()}},
+    "mhc_head": {"no-tokens": lambda args: {"residual": args["residual"][:0]}},
+    "mtp": {"no-tokens": lambda args: {name: args[name][:0] for name in ("embedding", "hidden", "positions")}},
 }
 """Mechanism -> how each of its batches can be empty: changes of a case's arguments; zeros (lse -inf) must come out."""
 EMPTY_CASES = [pytest.param(m, how, id=f"{m.name}-{how}") for m in MECHANISMS for how in EMPTY[m.name]]
@@ -111,6 +202,8 @@ def split(args):
 def test_forward(mechanism, case, kernel, rng):
     if "full" in case.tags and (reason := _mosaic.why_not_here()):
         pytest.skip(f"full size: {reason}")
+    if case.tags == {"bench"}:
+        pytest.skip("timed only: the reference would take too long")
     args = case.make(rng)
     with here():
         supported(mechanism, kernel, args)
@@ -122,8 +215,11 @@ def test_forward(mechanism, case, kernel, rng):
     for name, shape in outputs(mechanism, args, shapes).items():
         x = got[name]
         assert (x.shape, x.dtype) == (shape.shape, shape.dtype) == (same[name].shape, same[name].dtype), name
-        assert not np.isnan(x.astype(np.float64)).any(), f"{name}: NaN came out"
-        assert np.isfinite(x.astype(np.float64)).all() or name == "lse", f"{name}: infinite values came out"
+        fresh = x.astype(np.float64)
+        if name in args and args[name].shape == x.shape:  # written in place: the poison that was there stays
+            fresh = np.where(np.isnan(np.asarray(args[name], np.float64)), 0, fresh)
+        assert not np.isnan(fresh).any(), f"{name}: NaN came out"
+        assert np.isfinite(fresh).all() or name in ("lse", "max_logits", "logits"), f"{name}: infinite values came out"
         spec = cases.find(mechanism.name).outputs[name]
         sides = {"reference": same[name], "kernel": x}
         verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
@@ -132,8 +228,8 @@ def test_forward(mechanism, case, kernel, rng):
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.kernels], ids=lambda m: m.name)
 def test_a_float32_case_exists(mechanism):
-    smoke = [case.make(np.random.default_rng(0)) for case in mechanism.cases if "smoke" in case.tags]
-    dtypes = [{_checks.dtype_name(x) for x in split(args)[0].values()} for args in smoke]
+    smoke = (case.make(np.random.default_rng(0)) for case in mechanism.cases if "smoke" in case.tags)
+    dtypes = ({_checks.dtype_name(x) for x in split(args)[0].values()} for args in smoke)
     assert any("float32" in d and not d & {"bfloat16", "float16"} for d in dtypes), "16-bit cases hide small errors"
 
 
@@ -180,6 +276,8 @@ def test_a_gradient_that_nobody_wrote_raises(mechanism, kernel, jit):
     with here():
         arrays, static = split(first(mechanism, kernel))
         floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        if not floats:
+            pytest.skip("there is nothing to differentiate by")
 
         def loss(floats):
             out = mechanism.op(**(arrays | floats), **static, implementation=kernel)

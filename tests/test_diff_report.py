@@ -343,7 +343,7 @@ def test_diff_of_unrelated_reports_compares_nothing(good):
 # ---------------------------------------------------------------- command line
 @pytest.fixture
 def judged(monkeypatch):
-    """Replaces the judge's work by given results."""
+    """Replaces the judge's work by given results, in this process: `--jobs 1` where there are several mechanisms."""
 
     def install(results, mutants=()):
         monkeypatch.setattr(triangle, "run", lambda *a, **k: list(results))
@@ -376,7 +376,7 @@ def test_command_writes_three_files_and_exits(judged, tmp_path, capsys, results,
 def test_command_repeats_failures_with_reason_and_repro(judged, tmp_path, capsys):
     results = triangle_of("paged_row", fault=zero_row)
     judged(results)
-    diff_report.main(["--out", str(tmp_path)])
+    diff_report.main(["--jobs", "1", "--out", str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
     assert "token 5, head 3" in said and "paged_row:reference_vs_kernel" in said
 
@@ -451,7 +451,7 @@ def test_mechanism_without_faults_is_a_gap_of_the_judge(judged, tmp_path, capsys
 
     judged(triangle_of("paged_good"))
     monkeypatch.setattr(mutations, "find", none)
-    assert diff_report.main(["--out", str(tmp_path)]) == 0
+    assert diff_report.main(["--jobs", "1", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "no fault planted in" in said and "paged_attention (paged_attention has no faults)" in said
     assert "No fault was planted" in Page((tmp_path / "report.html").read_text()).said
@@ -460,9 +460,9 @@ def test_mechanism_without_faults_is_a_gap_of_the_judge(judged, tmp_path, capsys
 def test_mutations_can_be_left_out(judged, tmp_path, capsys):
     judged(triangle_of("paged_good"))
     diff_report.main(["--out", str(tmp_path), "--no-mutations"])
-    assert (
-        "judge: not tested; no fault planted in paged_attention (left out by --no-mutations)" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "judge: not tested; no fault planted in paged_attention, " in said
+    assert said.count("(left out by --no-mutations)") == 1
 
 
 def test_docs_name_every_field_state_and_option(capsys):

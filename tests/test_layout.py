@@ -15,23 +15,34 @@ from packaging.requirements import Requirement
 import jaxattn
 from jaxattn import registry
 from jaxattn._mechanism import REFERENCE
+from scripts import evidence, support_table, timing_table
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("jaxattn", "pallas_kernels", "parity", "scripts", "tests", "examples")
 LIBRARY = ("jaxattn", "pallas_kernels")
 MOSAIC = "pallas_kernels/_mosaic.py"
+AOT = "pallas_kernels/_aot.py"
 MODULE, LONG = 400, 600  # lines; kernels and tests may be long
 NUMERIC = {"jax", "jaxtyping", "ml_dtypes", "numpy"}
 ALLOWED = (
     ("pallas_kernels/", NUMERIC | {"pallas_kernels"}),
     ("jaxattn/nn/", NUMERIC | {"pallas_kernels", "jaxattn", "flax"}),
-    ("jaxattn/models/", NUMERIC | {"pallas_kernels", "jaxattn", "flax", "safetensors"}),
+    ("jaxattn/models/", NUMERIC | {"pallas_kernels", "jaxattn", "flax", "rich"}),
     ("jaxattn/", NUMERIC | {"pallas_kernels", "jaxattn"}),
 )
 FOREIGN = {"torch", "transformers", "triton", "vllm"}
 TOLERANCES = {"abs_tol", "atol", "rel_tol", "rtol", "tol", "tolerance"}
 COMPARISONS = {"allclose": 2, "approx": 1, "assert_allclose": 2, "isclose": 2}  # name -> tolerances to give
 CRUDE = ("assert_almost_equal", "assert_array_almost_equal", "assertAlmostEqual")
+SECTIONS = {  # of every mechanism's page, in this order -> how a line of it begins
+    "Formula": ("$$", "|", "```", "1."),
+    "Arguments": ("|",),
+    "Example": ("```python",),
+    "Edges": ("|",),
+    "What runs where": (support_table.BEGIN,),
+    "Known differences from vLLM": ("|", "- "),
+    "Evidence": (evidence.BEGIN,),
+}
 records = pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
 
 
@@ -58,7 +69,7 @@ def imports(module):
 def wrong_imports(path, module):
     """`path:line imports x` for each import that points the wrong way."""
     allowed = next((names for prefix, names in ALLOWED if path.startswith(prefix)), None)
-    capture = Path(path).name.startswith(("capture_", "_capture"))
+    capture = Path(path).name.startswith(("capture_", "_capture")) or path.startswith("scripts/_bench/peers/")
     for line, name in imports(module):
         package = name.partition(".")[0]
         if allowed is not None:
@@ -74,7 +85,7 @@ def environment_reads(path, module):
     copies = [
         call.args[0]
         for call in ast.walk(module)
-        if path == MOSAIC and isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "dict"
+        if path == AOT and isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "dict"
         if call.args
     ]
     for node in ast.walk(module):
@@ -117,6 +128,43 @@ def test_one_stem_in_every_layer(record):
         assert (ROOT / f"pallas_kernels/{stem}.py").is_file() or (ROOT / f"pallas_kernels/{stem}").is_dir()
 
 
+def page_faults(record, page):
+    """What the text of a mechanism's page lacks: its sections once and in order, each with what it is for."""
+    timed = record.kernels or any("bench" in case.tags for case in record.cases)
+    sections = SECTIONS | ({"Speed": (timing_table.BEGIN,)} if timed else {})
+    titles = [line[3:] for line in page.splitlines() if line.startswith("## ")]
+    if [title for title in titles if title in sections] != list(sections):
+        yield f"needs the sections {', '.join(sections)}, once and in this order; has {', '.join(titles)}"
+        return
+    for title, begins in sections.items():
+        text = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+        if not any(line.startswith(begins) for line in text.splitlines()):
+            yield f"section {title} needs a line that begins with {' or '.join(begins)}"
+
+
+@records
+def test_page_has_the_agreed_sections(record):
+    assert list(page_faults(record, (ROOT / record.docs).read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("## Edges\n", "## Corners\n", "needs the sections"),
+        ("## Formula\n", "## Formula\n\n## Formula\n", "needs the sections"),
+        ("```python\n", "```text\n", "section Example"),
+        (support_table.BEGIN, "", "section What runs where"),
+        (evidence.BEGIN, "", "section Evidence"),
+        ("## Speed\n", "", "needs the sections"),
+    ],
+)
+def test_a_page_without_them_is_found(old, new, fault):
+    record = registry.find("mhc_post")
+    page = (ROOT / record.docs).read_text("utf-8")
+    assert old in page
+    assert [found[: len(fault)] for found in page_faults(record, page.replace(old, new))] == [fault]
+
+
 @pytest.mark.parametrize("folder", ["jaxattn/ops", "pallas_kernels", "parity/cases"])
 def test_no_file_without_a_mechanism(folder):
     names = {p.stem for p in (ROOT / folder).iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
@@ -137,12 +185,12 @@ def test_registry_is_a_literal_tuple_of_unique_names():
 def test_record_is_complete(record):
     assert record.source
     assert not record.kernels or (record.captures and record.support)
-    assert set(record.kernels) <= {"mosaic", "triton"}
+    assert set(record.kernels) <= {"mosaic", "decoded", "triton"}
     labels = [label for label, _ in record.support]
     assert len(labels) == len(set(labels))
     names = [case.name for case in record.cases]
     assert len(names) == len(set(names))
-    assert {tag for case in record.cases for tag in case.tags} <= {"smoke", "full", "bench", "parity"}
+    assert {tag for case in record.cases for tag in case.tags} <= {"smoke", "full", "bench", "eight_bit", "parity"}
     assert any("smoke" in case.tags for case in record.cases)
     if record.module:
         module, _, name = record.module.partition(":")
@@ -231,10 +279,12 @@ def test_tuned_configurations_are_data():
         (wrong_imports, "jaxattn/ops/x.py", "import parity.judge", True),
         (wrong_imports, "parity/x.py", "import torch", True),
         (wrong_imports, "scripts/capture_x.py", "import torch, vllm", False),
+        (wrong_imports, "scripts/_bench/peers/x.py", "import torch, vllm", False),
+        (wrong_imports, "scripts/_bench/x.py", "import torch", True),
         (environment_reads, "jaxattn/x.py", "import os\nos.environ.get('A')", True),
         (environment_reads, "jaxattn/x.py", "from os import getenv", True),
-        (environment_reads, MOSAIC, "import os\nenv = dict(os.environ, A='1')", False),
-        (environment_reads, MOSAIC, "import os\nenv = os.environ['A']", True),
+        (environment_reads, AOT, "import os\nenv = dict(os.environ, A='1')", False),
+        (environment_reads, AOT, "import os\nenv = os.environ['A']", True),
         (literal_tolerances, "tests/x.py", "np.testing.assert_allclose(a, b, rtol=1e-3, atol=0)", True),
         (literal_tolerances, "tests/x.py", "np.testing.assert_allclose(a, b)", True),
         (literal_tolerances, "tests/x.py", "assert x == pytest.approx(1)", True),

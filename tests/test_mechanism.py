@@ -196,6 +196,23 @@ def test_explain_agrees_with_the_choice(record):
         assert _mechanism.choose(record, record.prepare(**args), None) == chosen, label
 
 
+def test_an_unproven_kernel_runs_only_where_it_is_named():
+    record = mechanism({"mosaic": dataclasses.replace(kernel("mosaic"), proven=False)})
+    assert choose(record, {"x": X, "factor": 1.0}, None) == "reference"
+    assert choose(record, {"x": X, "factor": 1.0}, "mosaic") == "mosaic"
+    explanation = explain(record, x=X)
+    assert explanation.chosen == "reference"
+    assert explanation.reasons["mosaic"] == "not proven on a GPU yet; runs only with implementation='mosaic'"
+
+
+def test_some_arguments_may_be_proven_and_others_not():
+    half = dataclasses.replace(kernel("mosaic"), proven=lambda *, factor, **_: factor == 1)
+    record = mechanism({"mosaic": half})
+    assert choose(record, {"x": X, "factor": 1.0}, None) == "mosaic"
+    assert choose(record, {"x": X, "factor": 2.0}, None) == "reference"
+    assert choose(record, {"x": X, "factor": 2.0}, "mosaic") == "mosaic"
+
+
 # ---------------------------------------------------------------- registry
 @pytest.mark.parametrize("record", registry.MECHANISMS, ids=lambda m: m.name)
 def test_find_by_name_op_and_record(record):

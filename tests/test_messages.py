@@ -283,7 +283,7 @@ def test_config_with_the_reference(implementation, monkeypatch):
 
 
 def test_config_of_another_kind(interpret):
-    message = "paged_attention: config of 'mosaic' must be a pallas_kernels.paged_attention.Config, got dict"
+    message = "paged_attention: config of 'mosaic' must be a pallas_kernels.paged_attention._common.Config, got dict"
     with pytest.raises(TypeError, match=exactly(message)):
         paged_attention(**call(), implementation="mosaic", config={"block_kv": 64})
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from jaxattn import MECHANISMS
-from scripts import support_table
+from scripts import _tables, evidence, support_table, timing_table
 
 ROOT = Path(__file__).resolve().parents[1]
+ANSWER = "print(y.dtype, bool(jnp.isfinite(y).all()))"
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
 
 
@@ -24,13 +25,19 @@ def test_example_of_the_readme_is_short():
     assert len([line for line in example.splitlines() if line]) <= 11
 
 
-@pytest.mark.parametrize("page", ["README.md", *(m.docs for m in MECHANISMS)])
-def test_examples_run(page):
-    program = "\n".join([*examples(page), "print(y.dtype, bool(jnp.isfinite(y).all()))"])
+def test_example_of_the_readme_runs_alone():
+    program = "\n".join([*examples("README.md"), ANSWER])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "bfloat16 True\n"), done.stderr
+
+
+@pytest.mark.parametrize("page", ["docs/models.md", *(m.docs for m in MECHANISMS)])
+def test_examples_run(page, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    exec("\n".join([*examples(page), ANSWER]), {"__name__": page})
+    assert capsys.readouterr().out == "bfloat16 True\n"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -40,13 +47,51 @@ def test_links_lead_somewhere(page):
     assert [t for t in local if not ((ROOT / page).parent / t).exists()] == []
 
 
+def missing_headings(page, root=ROOT):
+    """Links of a page to a heading that does not exist."""
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", (root / page).read_text("utf-8")):
+        path, _, name = link.partition("#")
+        target = (root / page).parent / path if path else root / page
+        if not path.startswith("https://") and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
+            if name not in [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]:
+                yield link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_headings(page):
+    assert list(missing_headings(page)) == []
+
+
+def test_a_missing_heading_is_found(tmp_path):
+    (tmp_path / "a.md").write_text("# One, two\n[a](#one-two) [b](#two) [c](https://x.org/#y)\n", "utf-8")
+    assert list(missing_headings("a.md", tmp_path)) == ["#two"]
+
+
+def uneven_rows(text):
+    """Lines of tables that have another number of cells than the line above: a bar in a cell must be `&#124;`."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for table in re.findall(r"(?:^\|.*\n)+", f"{plain}\n", re.MULTILINE):
+        rows = table.splitlines()
+        yield from (row for row in rows if row.count("|") != rows[0].count("|"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_even(page):
+    assert list(uneven_rows((ROOT / page).read_text("utf-8"))) == []
+
+
+def test_an_uneven_table_is_found():
+    assert list(uneven_rows("| a | b |\n| --- | --- |\n| 1 | `2 | 3` |\n\n| c |\n")) == ["| 1 | `2 | 3` |"]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_every_mechanism_is_named(page):
     text = (ROOT / page).read_text("utf-8")
     assert [m.name for m in MECHANISMS if f"{Path(m.docs).name})" not in text] == []
 
 
-# ---------------------------------------------------------------- support tables
+# ---------------------------------------------------------------- generated tables
 @pytest.fixture
 def copy(tmp_path):
     """The pages alone, in a folder that may be written."""
@@ -55,18 +100,27 @@ def copy(tmp_path):
     return tmp_path
 
 
-def test_support_tables_are_up_to_date():
-    assert support_table.main(["--check"]) == 0
+@pytest.mark.parametrize("script", [support_table, evidence, timing_table], ids=lambda s: s.__name__.rpartition(".")[2])
+def test_generated_tables_are_up_to_date(script):
+    assert script.main(["--check"]) == 0
 
 
-def test_a_stale_table_is_found_and_mended(copy, capsys):
-    page = copy / "README.md"
-    page.write_text(page.read_text("utf-8").replace("got 80 |", "got 81 |"), "utf-8")
-    assert support_table.main(["--check"], copy) == 1
-    assert "README.md" in capsys.readouterr().out
-    assert support_table.main([], copy) == 0
-    assert support_table.main(["--check"], copy) == 0
-    assert page.read_text("utf-8") == (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize(
+    ("script", "name", "written", "stale"),
+    [
+        (support_table, "README.md", "| mosaic: 18 of", "| mosaic: 17 of"),
+        (evidence, "docs/mhc_post.md", "`dsv4/mhc_*`", "`dsv4/*`"),
+    ],
+    ids=["support_table", "evidence"],
+)
+def test_a_stale_table_is_found_and_mended(copy, capsys, script, name, written, stale):
+    page = copy / name
+    page.write_text(page.read_text("utf-8").replace(written, stale), "utf-8")
+    assert script.main(["--check"], copy) == 1
+    assert name in capsys.readouterr().out
+    assert script.main([], copy) == 0
+    assert script.main(["--check"], copy) == 0
+    assert page.read_text("utf-8") == (ROOT / name).read_text("utf-8")
 
 
 def test_a_page_without_markers_raises(copy):
@@ -77,5 +131,6 @@ def test_a_page_without_markers_raises(copy):
 
 @pytest.mark.parametrize("text", ["{end}{begin}", "{begin}{begin}{end}", "{begin}"])
 def test_markers_in_disorder_raise(text):
+    begin, end = support_table.BEGIN, support_table.END
     with pytest.raises(ValueError, match="once, in this order"):
-        support_table.insert(text.format(begin=support_table.BEGIN, end=support_table.END), "", "README.md")
+        _tables.insert(text.format(begin=begin, end=end), "", "README.md", begin, end)

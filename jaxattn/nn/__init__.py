@@ -2,5 +2,46 @@
 
 from jaxattn.nn.attention import PagedAttention
 from jaxattn.nn.cache import KVPages, PagedBatch, PagedKVCache
+from jaxattn.nn.cascade import CascadeAttention, SharedPrefixes
+from jaxattn.nn.deepseek_v4 import DeepseekV4Attention
+from jaxattn.nn.deepseek_v4_cache import V4Batch, V4Cache
+from jaxattn.nn.deepseek_v4_layer import DeepseekV4DecoderLayer, MTPBlock
+from jaxattn.nn.hyper import HyperConnections, HyperHead
+from jaxattn.nn.latent import LatentCache, MLAttention
+from jaxattn.nn.mlp import GatedMLP
+from jaxattn.nn.moe import ExpertLoad, FusedMoE, MoEConfig
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.nn.quantized_linear import QuantizedLinear, QuantizedParam, quantize_module
+from jaxattn.nn.rotary import RotaryTable
+from jaxattn.nn.self_attention import Attention
+from jaxattn.nn.turboquant_cache import TurboQuantKVCache, turboquant_caches
 
-__all__ = ["KVPages", "PagedAttention", "PagedBatch", "PagedKVCache"]
+__all__ = [
+    "Attention",
+    "CascadeAttention",
+    "DeepseekV4Attention",
+    "DeepseekV4DecoderLayer",
+    "ExpertLoad",
+    "FusedMoE",
+    "GatedMLP",
+    "HyperConnections",
+    "HyperHead",
+    "KVPages",
+    "LatentCache",
+    "MLAttention",
+    "MTPBlock",
+    "MoEConfig",
+    "PagedAttention",
+    "PagedBatch",
+    "PagedKVCache",
+    "QuantizedLinear",
+    "QuantizedParam",
+    "RMSNorm",
+    "RotaryTable",
+    "SharedPrefixes",
+    "TurboQuantKVCache",
+    "V4Batch",
+    "V4Cache",
+    "quantize_module",
+    "turboquant_caches",
+]

@@ -11,13 +11,13 @@ from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
 from jaxattn.nn.cache import PagedBatch, PagedKVCache
-from jaxattn.ops.paged_attention import paged_attention
+from jaxattn.nn.turboquant_cache import TurboQuantKVCache
 
 type Rotary = Callable[[Float[Array, "N heads D"], Int32[Array, " N"]], Float[Array, "N heads D"]]
 
 
 class PagedAttention(nnx.Module):
-    """Causal self-attention of packed requests over a `PagedKVCache`: project, write the cache, attend, project back.
+    """Causal self-attention of packed requests over a paged cache: project, write the cache, attend, project back.
 
     Parameters are named as in Hugging Face checkpoints and transposed: `q_proj.kernel [M, H*D]`, `k_proj.kernel` and
     `v_proj.kernel [M, K*D]`, `o_proj.kernel [H*D, M]` are `weight.T`, biases are `bias`, `sinks [H]` is `sinks`.
@@ -63,7 +63,7 @@ class PagedAttention(nnx.Module):
             softcap: bound of the scores.
             dtype: of parameters, inputs and outputs: bfloat16, float16, float32 or float64.
             precision: of the projections' products; on a GPU float32 needs "highest" to be more than TF32.
-            implementation: handed to `jaxattn.paged_attention`.
+            implementation: handed to `attend` of the cache.
             rngs: source of the parameters.
 
         Raises:
@@ -99,7 +99,9 @@ class PagedAttention(nnx.Module):
         self.scale, self.window, self.softcap = scale, window, softcap
         self.implementation = implementation
 
-    def __call__(self, x: Float[Array, "N M"], cache: PagedKVCache, batch: PagedBatch) -> Float[Array, "N M"]:
+    def __call__(
+        self, x: Float[Array, "N M"], cache: PagedKVCache | TurboQuantKVCache, batch: PagedBatch
+    ) -> Float[Array, "N M"]:
         """Attention output of every packed token; `cache` is updated with their keys and values first.
 
         Rows of padding (slot -1 in `batch`) are neither read into the cache nor attended; their output is `o_proj` of
@@ -115,10 +117,10 @@ class PagedAttention(nnx.Module):
             given = f"shape {tuple(x.shape)}" if _checks.is_array(x) else type(x).__name__
             raise ValueError(f"{op}: x must be packed tokens [N M] with M={self.features}, got {given}")
         _checks.check_dtype(op, "x", x, (jnp.dtype(dtype).name,), "cast it to the layer's dtype")
-        if cache.k.shape[2:] != (self.kv_heads, self.head_dim):
+        if cache.heads != (self.kv_heads, self.head_dim):
             raise ValueError(
-                f"{op}: the cache must hold K={self.kv_heads} heads of D={self.head_dim}, got K={cache.k.shape[2]} and "
-                f"D={cache.k.shape[3]}"
+                f"{op}: the cache must hold K={self.kv_heads} heads of D={self.head_dim}, got K={cache.heads[0]} and "
+                f"D={cache.heads[1]}"
             )
         _checks.check_shapes(op, x=(x, "N M"), slots=(batch.slots, "N"), positions=(batch.positions, "N"))
 
@@ -133,22 +135,17 @@ class PagedAttention(nnx.Module):
         if self.rotary is not None:
             q, k = (self._rotate(name, y, batch.positions) for name, y in (("q", q), ("k", k)))
         cache.update(k, v, batch.slots)
-        o = paged_attention(
+        o = cache.attend(
             q,
-            cache.k[...],
-            cache.v[...],
-            batch.page_table,
-            batch.lengths,
-            batch.query_start,
+            k,
+            v,
+            batch,
             sinks=None if self.sinks is None else self.sinks[...],
-            k_scale=None if cache.k_scale is None else cache.k_scale[...],
-            v_scale=None if cache.v_scale is None else cache.v_scale[...],
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
             implementation=self.implementation,
         )
-        assert not isinstance(o, tuple)
         return self.o_proj(o.reshape(x.shape[0], self.heads * self.head_dim)).astype(dtype)
 
     def _rotate(self, name, y, positions):

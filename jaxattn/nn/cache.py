@@ -9,8 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
+from jaxattn.ops._paged_attention_cache import PER_HEAD
 from jaxattn.ops.cache_write import cache_write
-from jaxattn.ops.paged_attention import FP8, check_paging
+from jaxattn.ops.paged_attention import FP8, check_paging, paged_attention
 
 _INT32_MAX = 2**31 - 1
 
@@ -93,7 +94,8 @@ class PagedKVCache(nnx.Module):
 
     Pages belong to requests through the page table alone: handing them out and taking them back is the caller's. With
     `dtype=float8_e4m3fn` the pools hold `e4m3(x / scale)`, saturated at +-448, NaN kept; attention reads `code * scale`
-    rounded to the dtype of its queries.
+    rounded to the dtype of its queries. With `per_head` there is one scale per token and head, in `k_scale_pages` and
+    `v_scale_pages` `[P, page, K]`, for codes in float8_e4m3fn, int8, or uint8 (rotated numbers, two in a byte).
 
     Under `nnx.jit` the pools are updated in place if the cache is donated (`donate_argnames="cache"`), copied if not.
     """
@@ -108,6 +110,7 @@ class PagedKVCache(nnx.Module):
         *,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        per_head: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
         """Allocate the pools.
@@ -117,9 +120,10 @@ class PagedKVCache(nnx.Module):
             page: slots per page.
             kv_heads: K.
             head_dim: D.
-            dtype: of the attention layer, or float8_e4m3fn.
+            dtype: of the attention layer, or float8_e4m3fn; with `per_head` float8_e4m3fn, int8 or uint8.
             k_scale: what key codes are multiplied with; float8 caches only, None = 1.
             v_scale: the same for values.
+            per_head: keep one scale per token and head.
             rngs: not used; accepted for the Linen bridge.
 
         Raises:
@@ -129,9 +133,17 @@ class PagedKVCache(nnx.Module):
         op = "PagedKVCache"
         _checks.check_count(op, num_pages=num_pages, page=page, kv_heads=kv_heads, head_dim=head_dim)
         shape = (num_pages, page, kv_heads, head_dim)
-        fp8 = _checks.check_dtype(op, "dtype", jax.ShapeDtypeStruct((), dtype), (*_checks.FLOATS, FP8)) == FP8
+        allowed = PER_HEAD if per_head else (*_checks.FLOATS, FP8)
+        stored = _checks.check_dtype(op, "dtype", jax.ShapeDtypeStruct((), dtype), allowed)
+        if stored == "uint8":
+            if head_dim % 2:
+                raise ValueError(f"{op}: uint8 holds two numbers in a byte, head_dim must be even, got {head_dim}")
+            shape = (*shape[:3], head_dim // 2)
+        fp8 = stored == FP8 and not per_head
         _checks.check_positive(op, k_scale=k_scale, v_scale=v_scale)
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None and per_head:
+                raise ValueError(f"{op}: with per_head=True every token and head has its own scale; leave {name} out")
             if scale is not None and not fp8:
                 raise ValueError(
                     f"{op}: {name} belongs to a {FP8} cache, but dtype is {jnp.dtype(dtype).name}; leave it out"
@@ -140,6 +152,9 @@ class PagedKVCache(nnx.Module):
         self.v = KVPages(jnp.zeros(shape, dtype))
         self.k_scale = KVPages(jnp.float32(1 if k_scale is None else k_scale)) if fp8 else nnx.data(None)
         self.v_scale = KVPages(jnp.float32(1 if v_scale is None else v_scale)) if fp8 else nnx.data(None)
+        self.k_scale_pages = KVPages(jnp.zeros(shape[:3], jnp.float32)) if per_head else nnx.data(None)
+        self.v_scale_pages = KVPages(jnp.zeros(shape[:3], jnp.float32)) if per_head else nnx.data(None)
+        self.head_dim = head_dim
 
     def update(
         self,
@@ -159,17 +174,59 @@ class PagedKVCache(nnx.Module):
         """
         op = "PagedKVCache.update"
         pool = self.k[...]
-        _checks.check_shapes(op, pool=(pool, "P page K D"), k=(k, "N K D"), v=(v, "N K D"), slots=(slots, "N"))
+        head = "C" if pool.shape[3] != self.head_dim else "D"
+        _checks.check_shapes(op, pool=(pool, f"P page K {head}"), k=(k, "N K D"), v=(v, "N K D"), slots=(slots, "N"))
         _checks.check_dtype(op, "slots", slots, ("int32",))
         own = _checks.dtype_name(pool)
         for name, x in (("k", k), ("v", v)):
-            _checks.check_dtype(op, name, x, _checks.FLOATS if own == FP8 else (own,), "cast it or the cache")
-        scales = {}
-        if self.k_scale is not None and self.v_scale is not None:
-            scales = {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
-        self.k[...], self.v[...] = cache_write(k, v, pool, self.v[...], slots, **scales, implementation=implementation)[
-            :2
-        ]
+            _checks.check_dtype(op, name, x, _checks.FLOATS if own in PER_HEAD else (own,), "cast it or the cache")
+        written = cache_write(k, v, pool, self.v[...], slots, **self.scales, implementation=implementation)
+        for pages, new in zip((self.k, self.v, self.k_scale_pages, self.v_scale_pages), written, strict=False):
+            assert pages is not None
+            pages[...] = new
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The cache's scales as arguments of `cache_write` and `paged_attention`; empty for plain pools."""
+        named = {name: getattr(self, name) for name in ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages")}
+        return {name: x[...] for name, x in named.items() if x is not None}
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """K and D."""
+        return self.k.shape[2], self.head_dim
+
+    def attend(
+        self,
+        q: Float[Array, "N H D"],
+        k: Float[Array, "N K D"],
+        v: Float[Array, "N K D"],
+        batch: PagedBatch,
+        *,
+        sinks: Float[Array, " H"] | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        implementation: str | None = None,
+    ) -> Float[Array, "N H D"]:
+        """`jaxattn.paged_attention` over this cache, after `update` with the same `k` and `v` (which are not read)."""
+        del k, v
+        o = paged_attention(
+            q,
+            self.k[...],
+            self.v[...],
+            batch.page_table,
+            batch.lengths,
+            batch.query_start,
+            sinks=sinks,
+            **self.scales,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            implementation=implementation,
+        )
+        assert not isinstance(o, tuple)
+        return o
 
     def check(self, batch: PagedBatch) -> None:
         """Read a batch's tables and raise `ValueError` unless they fit this pool; for use outside `jit`."""

@@ -22,6 +22,7 @@ def make_inputs(
     cache_dtype: str | None = None,
     sinks: bool = False,
     padding: int = 0,
+    table_width: int = 0,
     poison: bool = True,
     **options,
 ) -> Args:
@@ -39,6 +40,7 @@ def make_inputs(
         cache_dtype: None = dtype, or "float8_e4m3fn" with random scales.
         sinks: draw sinks, with -inf, 0, +inf and 5 among them.
         padding: rows of q behind the last request.
+        table_width: least number of columns of the page table.
         poison: NaN in free slots and pages, huge numbers in unused table entries.
         **options: passed on to the op.
     """
@@ -47,6 +49,8 @@ def make_inputs(
     start = np.concatenate([[0], np.cumsum(query_lengths)]).astype(np.int32)
     k, v = (rng.standard_normal((pool, page, K, D)).astype(np.float32) for _ in range(2))
     table = rng.permutation(pool)[: B * pages].reshape(B, pages).astype(np.int32)
+    unused = max(0, table_width - pages)
+    table = np.pad(table, ((0, 0), (0, unused)), constant_values=2**31 - 1 if poison else 0)
     if poison:
         owned = np.zeros((pool, page), bool)
         for b, n in enumerate(lengths):
@@ -73,9 +77,9 @@ def make_inputs(
     q = rng.standard_normal((int(start[-1]) + padding, H, D)).astype(np.float32)
     q[int(start[-1]) :] = np.nan if poison else 0
     return args | {
-        "q": jnp.asarray(q, dtype),
-        "k_pages": jnp.asarray(k, cache_dtype or dtype),
-        "v_pages": jnp.asarray(v, cache_dtype or dtype),
+        "q": jnp.asarray(q.astype(dtype)),  # in numpy, where nothing is compiled for it
+        "k_pages": jnp.asarray(k.astype(cache_dtype or dtype)),
+        "v_pages": jnp.asarray(v.astype(cache_dtype or dtype)),
         "page_table": jnp.asarray(table),
         "lengths": jnp.asarray(lengths, jnp.int32),
         "query_start": jnp.asarray(start),
@@ -118,7 +122,17 @@ CASES = (
     _case("fp32-D128-window", (1, 9), (90, 30), dtype="float32", D=128, window=20, return_lse=True),
     _case("fp32-D256", (1, 3), (40, 20), dtype="float32", D=256, H=4, K=2, return_lse=True),
     _case("fp8-cache", (1, 4), (70, 33), cache_dtype=FP8, D=128, return_lse=True),
+    _case("speculative", (8, 1, 4), (70, 20, 4), sinks=True, return_lse=True),
+    _case("speculative-window-softcap", (2, 3), (50, 33), window=20, softcap=5.0, return_lse=True),
+    _case("shared-out", (1, 1, 1), (300, 1, 90), sinks=True, table_width=72, return_lse=True),
+    _case("shared-out-speculative", (3, 0, 5), (140, 9, 70), padding=2, page=32, table_width=36, return_lse=True),
+    _case("shared-out-fp8", (1, 2), (150, 40), cache_dtype=FP8, D=128, page=64, table_width=18, return_lse=True),
+    _case(
+        "fp8-window-fp16", (1, 3), (90, 20), cache_dtype=FP8, dtype="float16", window=40, sinks=True, return_lse=True
+    ),
     _case("batch64", (1,) * 64, tuple(range(1, 1025, 16)), "full", H=32, K=8, D=128, return_lse=True),
+    _case("decode-long", (1,) * 9, (9000, *range(1, 8001, 1000)), "full", H=64, K=8, D=128, page=64, return_lse=True),
+    _case("decode-long-fp8", (1, 4, 2), (9000, 5000, 70), "full", H=32, K=8, D=128, page=64, cache_dtype=FP8),
     _case(
         "prefill-1000",
         (1000, 63, 127),

@@ -44,8 +44,8 @@ def cache_write(
     |---|---|---|
     | dtype of `key` | none | the numbers themselves |
     | float8_e4m3fn | `k_scale`, `v_scale` (None = 1) | `e4m3(x / scale)` |
-    | float8_e4m3fn | `*_scale_pages` | `s = max(amax / 448, 1e-6)` per token and head, `e4m3(x * (1 / s))` |
-    | int8 | `*_scale_pages` | `s = max(amax / 127, 1e-6)`, `x * (1 / s)` rounded half away from zero |
+    | float8_e4m3fn | `*_scale_pages` | `s = max(amax * (1 / 448), 1e-6)` per token and head, `e4m3(x * (1 / s))` |
+    | int8 | `*_scale_pages` | `s = max(amax * (1 / 127), 1e-6)`, `x * (1 / s)` rounded half away from zero |
     | uint8 [P, page, K, D/2] | `*_scale_pages` | rotated heads, 4 bits a number; `jaxattn._kv_quant.per_head_int4` |
 
     Conversions to e4m3 round to nearest even and saturate at +-448; NaN becomes 0x7f.
@@ -212,7 +212,7 @@ def _reference(key, value, k_pages, v_pages, slots, *, k_scale, v_scale, k_scale
     quantize = {
         "fp8_token_head": _kv_quant.per_head_fp8,
         "int8_token_head": _kv_quant.per_head_int8,
-        "int4_token_head": lambda x: _kv_quant.per_head_int4(_kv_quant.rotate(x)),
+        "int4_token_head": lambda x: _kv_quant.per_head_int4(_kv_quant.rotate_for_int4(x)),
     }[mode]
     (k_codes, k_scales), (v_codes, v_scales) = quantize(key), quantize(value)
     return (
@@ -221,6 +221,13 @@ def _reference(key, value, k_pages, v_pages, slots, *, k_scale, v_scale, k_scale
         put(k_scale_pages, k_scales),
         put(v_scale_pages, v_scales),
     )
+
+
+def _launch(*, key, value, mode, **args):
+    """The kernel, with the signs of a rotation: those of shorter heads are their beginning."""
+    if mode == "int4_token_head":
+        args["signs"] = jnp.asarray(_kv_quant.signs(max(key.shape[-1], value.shape[-1])), jnp.float32)
+    return mosaic.cache_write(key=key, value=value, mode=mode, **args)
 
 
 def _outputs(*, mode, **_):
@@ -307,10 +314,16 @@ _CASES = (
     _case("T6-K8-D128-fp8-per-head", 6, 8, 128, mode="fp8_token_head"),
     _case("T5-K1-D256-fp32-fp8-per-head", 5, 1, 256, dtype="float32", mode="fp8_token_head"),
     _case("T7-K2-D64-int4-per-head", 7, 2, 64, mode="int4_token_head"),
+    _case("T5-K8-D128-fp32-int4-per-head", 5, 8, 128, dtype="float32", mode="int4_token_head"),
+    _case("T6-K8-D128-int4-per-head", 6, 8, 128, mode="int4_token_head"),
+    _case("T9-K2-D64-int8-per-head", 9, 2, 64, mode="int8_token_head"),
+    _case("T3-K3-D96-Dv64-fp16-fp8-per-head", 3, 3, 96, Dv=64, dtype="float16", mode="fp8_token_head"),
     _case("T1000-K8-D128-bf16", 1000, 8, 128, "full", P=80, page=16),
     _case("T8192-K8-D128-bf16", 8192, 8, 128, "full", "bench", P=520, page=16, skipped=0.0, outliers=False),
     _case("T8192-K8-D128-fp8", 8192, 8, 128, "full", "bench", P=520, mode="fp8", skipped=0.0, outliers=False),
     _case("T8192-K8-D128-int8-per-head", 8192, 8, 128, "full", "bench", P=520, mode="int8_token_head", skipped=0.0),
+    _case("T8192-K8-D128-fp8-per-head", 8192, 8, 128, "full", "bench", P=520, mode="fp8_token_head", skipped=0.0),
+    _case("T8192-K8-D128-int4-per-head", 8192, 8, 128, "full", "bench", P=520, mode="int4_token_head", skipped=0.0),
 )
 
 
@@ -348,16 +361,17 @@ MECHANISM = Mechanism(
     outputs=_outputs,
     kernels={
         "mosaic": Kernel(
-            run=mosaic.cache_write,
+            run=_launch,
             why_not=mosaic.why_not,
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
+            proven=mosaic.proven,
         )
     },
     cases=_CASES,
     cost=_cost,
     module="jaxattn.nn.cache:PagedKVCache",
-    captures=("attention/cache_write_*",),
+    captures=("attention/cache_write_*", "kv_cache/cache_write_*"),
     support=_SUPPORT,
 )

@@ -186,6 +186,6 @@ MECHANISM = Mechanism(
     },
     cases=_CASES,
     cost=_cost,
-    captures=("attention/dcp_combine",),
+    captures=("attention/dcp_combine*", "partial_attention/dcp_combine*"),
     support=_SUPPORT,
 )

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import hadamard
+from pallas_kernels import _mosaic
+from pallas_kernels import hadamard_transform as mosaic
 
 _OP = "hadamard_transform"
 
@@ -27,7 +29,7 @@ def hadamard_transform(
     Args:
         x: bfloat16, float16 or float32 (float64: reference only).
         group: a power of two that divides M; None = M.
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Raises:
@@ -74,6 +76,9 @@ _CASES = (
     _case("groups-of-32", 5, 96, group=32),
     _case("M1024-fp16", 3, 1024, dtype="float16"),
     _case("M1-fp32", 3, 1, dtype="float32"),
+    _case("M4096-fp32", 3, 4096, dtype="float32"),
+    _case("M512", 9, 512),
+    _case("groups-of-128-16384x7168", 16384, 7168, "full", "bench", group=128),
     _case("16384x4096", 16384, 4096, "full", "bench"),
 )
 _SUPPORT = tuple(
@@ -89,9 +94,17 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=hadamard.rotate,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.hadamard_transform,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
-    captures=("quant/hadamard",),
+    captures=("quant/hadamard*",),
     support=_SUPPORT,
 )

@@ -207,6 +207,6 @@ MECHANISM = Mechanism(
     },
     cases=_CASES,
     cost=_cost,
-    captures=("attention/merge_states_*",),
+    captures=("attention/merge_states_*", "partial_attention/merge_states_*"),
     support=_SUPPORT,
 )

@@ -1,21 +1,25 @@
 """Attention of a ragged batch of queries over a paged key/value cache, with sinks, window and soft cap."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, Int32
+from jaxtyping import Array, Float, Int32, Num
 
 from jaxattn import _checks, _mechanism
 from jaxattn._mechanism import Args, Kernel, Mechanism
+from jaxattn.ops import _paged_attention_cache as _cache
+from jaxattn.ops._paged_attention_bench import BENCH, probe
 from jaxattn.ops._paged_attention_cases import CASES, FP8, SUPPORT
 from pallas_kernels import _exact, _mosaic
 from pallas_kernels import paged_attention as mosaic
 
 _OP = "paged_attention"
 
-type Cache = Float[Array, "P page K D"] | Float8e4m3fn[Array, "P page K D"]
+type Cache = Num[Array, "P page K D"]
+type ScalePages = Float[Array, "P page K"]
 type Output = Float[Array, "N H D"] | tuple[Float[Array, "N H D"], Float[Array, "N H"]]
 
 
@@ -30,6 +34,8 @@ def paged_attention(
     sinks: Float[Array, " H"] | None = None,
     k_scale: Float[Array, ""] | None = None,
     v_scale: Float[Array, ""] | None = None,
+    k_scale_pages: ScalePages | None = None,
+    v_scale_pages: ScalePages | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -51,7 +57,8 @@ def paged_attention(
 
     Args:
         q: packed queries in bfloat16, float16 or float32 (float64: reference only); H a multiple of K.
-        k_pages: key pool in q's dtype, or float8_e4m3fn codes.
+        k_pages: key pool in q's dtype, or float8_e4m3fn codes; with scale pages int8, float8_e4m3fn or uint8 codes (two
+            of 4 bits in a byte, [P, page, K, D/2]) as `jaxattn.cache_write` stores them.
         v_pages: value pool, same dtype and shape as `k_pages`.
         page_table: page numbers of each request. Only the first `ceil(lengths[b] / page)` entries are read.
         lengths: valid keys per request, this step's tokens included. Slots beyond are not read: they may hold NaN.
@@ -59,6 +66,8 @@ def paged_attention(
         sinks: logits that enter each head's denominator only; not scaled. -inf = no sink, +inf = zero output.
         k_scale: what the key codes are multiplied with; float8 caches only, None = 1.
         v_scale: the same for values.
+        k_scale_pages: float32 scales of the key cache per token and head.
+        v_scale_pages: the same for values.
         scale: softmax scale, None = D**-0.5.
         causal: bottom-right aligned causal mask.
         window: number of visible positions, the token itself included; None = all.
@@ -90,6 +99,8 @@ def paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_scale_pages=k_scale_pages,
+        v_scale_pages=v_scale_pages,
         scale=scale,
         causal=causal,
         window=window,
@@ -111,6 +122,8 @@ def prepare(
     sinks=None,
     k_scale=None,
     v_scale=None,
+    k_scale_pages=None,
+    v_scale_pages=None,
     scale=None,
     causal=True,
     window=None,
@@ -119,15 +132,19 @@ def prepare(
     checked=False,
 ) -> Args:
     """Validate and complete the arguments of `paged_attention`; raises as it does."""
+    scale_pages = {"k_scale_pages": k_scale_pages, "v_scale_pages": v_scale_pages}
+    scale_pages = {name: x for name, x in scale_pages.items() if x is not None}
+    head = "C" if scale_pages and _cache.packed(k_pages) else "D"
     dims = _checks.check_shapes(
         _OP,
         q=(q, "N H D"),
-        k_pages=(k_pages, "P page K D"),
-        v_pages=(v_pages, "P page K D"),
+        k_pages=(k_pages, f"P page K {head}"),
+        v_pages=(v_pages, f"P page K {head}"),
         page_table=(page_table, "B pages"),
         lengths=(lengths, "B"),
         query_start=(query_start, "B+1"),
         **({} if sinks is None else {"sinks": (sinks, "H")}),
+        **{name: (x, "P page K") for name, x in scale_pages.items()},
     )
     H, K, P = dims["H"], dims["K"], dims["P"]
     if K == 0 or H == 0 or H % K:
@@ -138,7 +155,9 @@ def prepare(
         raise ValueError(f"{_OP}: the pool needs at least one page of one slot, got shape {tuple(k_pages.shape)}")
     dtype = _checks.check_dtype(_OP, "q", q, _checks.FLOATS)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        _checks.check_dtype(_OP, name, x, (dtype, FP8), "cast q or the cache")
+        if not scale_pages:
+            _checks.check_dtype(_OP, name, x, (dtype, FP8), "cast q or the cache")
+    _cache.check(_OP, q, k_pages, k_scale, v_scale, **scale_pages)
     if _checks.dtype_name(k_pages) != _checks.dtype_name(v_pages):
         raise TypeError(
             f"{_OP}: k_pages and v_pages must have the same dtype, got "
@@ -181,6 +200,7 @@ def prepare(
         "window": None if window is None else int(window),
         "softcap": None if softcap is None else float(softcap),
         "return_lse": bool(return_lse),
+        **scale_pages,
     }
 
 
@@ -221,7 +241,12 @@ def check_paging(page_table, lengths, query_start, *, tokens: int, pool: int, pa
             raise ValueError(f"{_OP}: page_table[{b}, {i}] must be a page of the pool, 0 to {pool - 1}, got {used[i]}")
 
 
-def _reference(
+def _reference(**args):
+    """Over the numbers of the cache, or those that its codes stand for."""
+    return _cache.attend(_plain, **args) if "k_scale_pages" in args else _plain(**args)
+
+
+def _plain(
     q,
     k_pages,
     v_pages,
@@ -320,7 +345,7 @@ def _cost(*, q, k_pages, page_table, lengths, query_start, causal, window, **_):
         pairs += int((high - low).sum())
         keys += int(high.max() - low.min())
     flops = 4 * pairs * H * D
-    cache = 2 * keys * K * D * jnp.dtype(k_pages.dtype).itemsize
+    cache = 2 * keys * K * k_pages.shape[3] * jnp.dtype(k_pages.dtype).itemsize
     return flops, cache + 2 * q.size * jnp.dtype(q.dtype).itemsize
 
 
@@ -333,16 +358,18 @@ MECHANISM = Mechanism(
     outputs=_outputs,
     kernels={
         "mosaic": Kernel(
-            run=mosaic.paged_attention,
+            run=functools.partial(_cache.launch, mosaic.paged_attention),
             why_not=mosaic.why_not,
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
+            proven=lambda **args: "k_scale_pages" not in args,
         )
     },
-    cases=CASES,
+    cases=CASES + _cache.CASES + BENCH,
     cost=_cost,
+    probe=probe,
     module="jaxattn.nn.attention:PagedAttention",
-    captures=("attention/paged_*",),
-    support=SUPPORT,
+    captures=("attention/paged_*", "kv_cache/paged_*"),
+    support=SUPPORT + _cache.SUPPORT,
 )

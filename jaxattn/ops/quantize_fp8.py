@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import _inputs, fp8
+from pallas_kernels import _mosaic
+from pallas_kernels import quantize_fp8 as mosaic
 
 _OP = "quantize_fp8"
 
@@ -42,7 +44,7 @@ def quantize_fp8(
         group: size of groups and blocks.
         rule: arithmetic of groups: "cuda", "triton" or "deep_gemm".
         ue8m0: scales of groups and blocks are rounded up to powers of two.
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Returns:
@@ -135,6 +137,13 @@ _CASES = (
     _case("block-fp32", 200, 130, dtype="float32", granularity="block"),
     _case("block-ue8m0", 128, 256, granularity="block", ue8m0=True),
     _case("e5m2-fp32", 12, 256, dtype="float32", to="float8_e5m2"),
+    _case("token-short-rows-fp32", 5, 128, dtype="float32"),
+    _case("token-2880", 3, 2880),
+    _case("token-2880-fp32-bound", 3, 2880, dtype="float32", upper_bound=np.float32(10)),
+    _case("token-4104-fp16", 1, 4104, dtype="float16"),
+    _case("token-one-row", 1, 7168),
+    _case("tensor-64", 5, 64, granularity="tensor", scale=np.float32(0.0123)),
+    _case("block-fp32-whole", 128, 256, dtype="float32", granularity="block"),
     _case("token-16384x7168", 16384, 7168, "full", "bench", kind="plain"),
     _case("group-16384x7168", 16384, 7168, "full", "bench", kind="plain", granularity="group"),
 )
@@ -164,7 +173,15 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=fp8.quantize,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.quantize_fp8,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
     captures=("quant/fp8_*",),

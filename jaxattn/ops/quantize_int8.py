@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import _inputs, int8
+from pallas_kernels import _mosaic
+from pallas_kernels import quantize_int8 as mosaic
 
 _OP = "quantize_int8"
 
@@ -43,7 +45,7 @@ def quantize_int8(
         symmetric: False: every token has its own zero point.
         group: size of groups and blocks.
         rule: "cuda" (halves to even) or "triton" (tokens: halves away from zero; groups, which have no other: cut off).
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Returns:
@@ -120,6 +122,14 @@ _CASES = (
     _case("group-odd", 7, 200, granularity="group"),
     _case("channel-fp16", 12, 256, dtype="float16", granularity="channel"),
     _case("block-fp32", 200, 130, dtype="float32", granularity="block"),
+    _case("channel-fp32", 5, 256, dtype="float32", granularity="channel"),
+    _case("group", 5, 256, rule="triton", granularity="group"),
+    _case("block", 128, 256, granularity="block"),
+    _case("token-2880", 3, 2880),
+    _case("token-2880-fp32", 3, 2880, dtype="float32", rule="triton"),
+    _case("asymmetric-4104-fp16", 3, 4104, dtype="float16", symmetric=False),
+    _case("static-one-row", 1, 7168, **_STATIC),
+    _case("asymmetric-16384x7168", 16384, 7168, "full", "bench", kind="plain", symmetric=False),
     _case("token-16384x7168", 16384, 7168, "full", "bench", kind="plain"),
 )
 
@@ -148,7 +158,15 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.quantize_int8,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
     captures=("quant/int8_*",),

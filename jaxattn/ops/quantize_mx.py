@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import _inputs, hadamard, mx, nvfp4
 from jaxattn.quant import primitives as p
+from pallas_kernels import _mosaic
+from pallas_kernels import quantize_mx as mosaic
 
 _OP = "quantize_mx"
 
@@ -42,7 +44,7 @@ def quantize_mx(
         global_scale: of NVFP4, None = `448 * 6 / amax(x)`.
         swizzled: NVFP4 block scales in the tiles of `nvfp4.swizzle`.
         rotation: rotate groups of so many numbers first (fp_quant: 32), None = none; the 4-bit formats only.
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Returns:
@@ -121,6 +123,12 @@ def _reference(x, *, format, rule, ties, floor, global_scale, swizzled, rotation
     return q, nvfp4.swizzle(scale) if swizzled else scale, g
 
 
+def _mosaic_run(*, swizzled, **args):
+    """The kernel, then the permutation of its scales, a sixteenth of the bytes."""
+    out = mosaic.quantize_mx(swizzled=False, **args)
+    return (out[0], nvfp4.swizzle(out[1]), *out[2:]) if swizzled else out
+
+
 def _outputs(*, format, **_):
     return ("q", "scale", "global_scale") if format == "nvfp4" else ("q", "scale")
 
@@ -154,6 +162,13 @@ _CASES = (
     _case("mxfp4-rotated-fp32", 12, 256, dtype="float32", rotation=hadamard.GROUP),
     _case("nvfp4-rotated", 12, 256, format="nvfp4", rotation=hadamard.GROUP),
     _case("mxfp8-fp16", 3, 32, dtype="float16", format="mxfp8"),
+    _case("mxfp8-bf16-odd", 5, 96, format="mxfp8"),
+    _case("mxfp4-one-row", 1, 64),
+    _case("nvfp4-given-fp32", 3, 80, dtype="float32", format="nvfp4", global_scale=np.float32(5)),
+    _case("nvfp4-rotated-fp32", 5, 96, dtype="float32", format="nvfp4", rotation=hadamard.GROUP),
+    _case("mxfp4-rotated-128", 5, 256, rotation=128),
+    _case("mxfp8-16384x7168", 16384, 7168, "full", "bench", kind="plain", format="mxfp8"),
+    _case("nvfp4-16384x7168", 16384, 7168, "full", "bench", kind="plain", format="nvfp4", global_scale=np.float32(500)),
     _case("mxfp4-16384x7168", 16384, 7168, "full", "bench", kind="plain"),
 )
 
@@ -175,9 +190,17 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=_mosaic_run,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
-    captures=("quant/mxfp8", "quant/nvfp4_*"),
+    captures=("quant/mxfp8*", "quant/nvfp4_*"),
     support=_SUPPORT,
 )

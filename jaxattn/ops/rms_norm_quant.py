@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import fp8
 from jaxattn.quant import primitives as p
+from pallas_kernels import _mosaic
+from pallas_kernels import rms_norm_quant as mosaic
 
 _OP = "rms_norm_quant"
 
@@ -51,7 +53,7 @@ def rms_norm_quant(
         scale: of mode "static".
         upper_bound: largest amax that counts, mode "token" only.
         group: size of a group of mode "group".
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Returns:
@@ -181,6 +183,16 @@ _CASES = (
     _case("group-residual", 5, 256, mode="group", residual=True),
     _case("group-odd-fp16", 5, 200, dtype="float16", mode="group"),
     _case("static-residual", 5, 256, residual=True, **_STATIC),
+    _case("token-2880-fp32", 3, 2880, dtype="float32", mode="token"),
+    _case("token-2880-residual", 3, 2880, mode="token", residual=True),
+    _case("none-4104-fp32", 2, 4104, dtype="float32", residual=True),
+    _case("static-7168", 1, 7168, **_STATIC),
+    _case("group-1536-fp32", 3, 1536, dtype="float32", mode="group"),
+    _case("group-1536-residual", 3, 1536, mode="group", residual=True),
+    _case("group-2880-residual", 2, 2880, mode="group", residual=True),
+    _case("token-residual-16384x7168", 16384, 7168, "full", "bench", mode="token", residual=True),
+    _case("group-16384x7168", 16384, 7168, "full", "bench", mode="group"),
+    _case("static-16384x7168", 16384, 7168, "full", "bench", **_STATIC),
     _case("token-16384x7168", 16384, 7168, "full", "bench", mode="token"),
     _case("none-16384x7168", 16384, 7168, "full", "bench"),
 )
@@ -206,7 +218,15 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.rms_norm_quant,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
     captures=("quant/norm_*",),

@@ -8,13 +8,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Num
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.quant import fp8
 from jaxattn.quant import primitives as p
+from pallas_kernels import _mosaic
+from pallas_kernels import scaled_matmul as mosaic
 
 _OP = "scaled_matmul"
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 OUTPUTS = ("bfloat16", "float16", "float32")
+E4M3 = CODES[0]
 
 
 def scaled_matmul(
@@ -49,7 +52,7 @@ def scaled_matmul(
         azp: zero points of int8 activations, one number or one per row; not with `block`.
         block: size of the scales' blocks (128), None = one scale along M.
         out_dtype: bfloat16, float16 or float32.
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "mosaic" (Hopper) or "reference".
         config: launch configuration of the named kernel.
 
     Raises:
@@ -197,21 +200,6 @@ def _case(name: str, N: int, M: int, F: int, *tags: str, **options) -> Case:
     return Case(name=name, make=lambda rng: make_inputs(rng, N, M, F, **options), tags=frozenset(tags or ("smoke",)))
 
 
-_CASES = (
-    _case("fp8-token-bias", 33, 256, 128, bias=True),
-    _case("fp8-tensor-fp32", 5, 200, 64, scales="tensor", out_dtype="float32"),
-    _case("fp8-token-bias-fp32", 17, 256, 72, bias=True, out_dtype="float32"),
-    _case("fp8-block", 36, 512, 256, scales="block"),
-    _case("fp8-block-odd-fp32", 7, 200, 130, scales="block", out_dtype="float32"),
-    _case("e5m2-fp16", 5, 128, 64, codes="float8_e5m2", out_dtype="float16"),
-    _case("int8-token", 33, 256, 128, codes="int8"),
-    _case("int8-azp-bias", 33, 256, 128, codes="int8", azp=True, bias=True),
-    _case("int8-block-fp32", 7, 256, 256, codes="int8", scales="block", out_dtype="float32"),
-    _case("fp8-block-M4096-K7168-N4096", 4096, 7168, 4096, "full", "bench", scales="block"),
-    _case("fp8-block-M64-K7168-N4096", 64, 7168, 4096, "full", "bench", scales="block"),
-)
-
-
 def _struct(codes: str, scales: str, N: int = 64, M: int = 512, F: int = 256, **options) -> Args:
     def array(shape, dtype="float32"):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -222,9 +210,65 @@ def _struct(codes: str, scales: str, N: int = 64, M: int = 512, F: int = 256, **
     return args | ({"block": 128} if scales == "block" else {}) | options
 
 
+def _large(N: int, codes: str, scales: str, M: int = 7168, F: int = 4096) -> Case:
+    """One of the benchmarks, drawn on the device; INT8 with zero points."""
+    azp = {"azp": jax.ShapeDtypeStruct((N,), jnp.int32)} if codes == "int8" else {}
+
+    def shapes():
+        return _struct(codes, scales, N, M, F, **azp)
+
+    def draw(key, name, x):
+        if x.dtype in (jnp.int8, jnp.int32):
+            top = 128 if x.dtype == jnp.int8 else 20
+            return jax.random.randint(key, x.shape, -top, top, jnp.int32).astype(x.dtype)
+        if name.endswith("scale"):
+            return jax.random.uniform(key, x.shape, jnp.float32, 0.001, 0.01)
+        return (20 * jax.random.normal(key, x.shape)).astype(x.dtype)
+
+    def make(rng):
+        key = jax.random.key(int(rng.integers(2**31)))
+        return {
+            name: draw(jax.random.fold_in(key, i), name, x) if _checks.is_array(x) else x
+            for i, (name, x) in enumerate(shapes().items())
+        }
+
+    name = f"{'fp8' if azp == {} else 'int8-azp'}-{scales}-N{N}-M{M}-F{F}"
+    return Case(name=name, make=make, tags=frozenset({"bench", "eight_bit"}), shapes=shapes)
+
+
+def _probe(rng: np.random.Generator, **args: Any) -> tuple[Args, np.ndarray]:
+    """Eight rows of activations."""
+    N = args["a"].shape[0]
+    rows = rng.choice(N, min(N, 8), replace=False)
+    fewer = {
+        name: args[name][rows] for name in ("a", "a_scale", "azp") if args[name] is not None and len(args[name]) == N
+    }
+    return args | fewer, rows
+
+
+_CASES = (
+    _case("fp8-token-bias", 33, 256, 128, bias=True),
+    _case("fp8-tensor-fp32", 5, 200, 64, scales="tensor", out_dtype="float32"),
+    _case("fp8-token-bias-fp32", 17, 256, 72, bias=True, out_dtype="float32"),
+    _case("fp8-block", 36, 512, 256, scales="block"),
+    _case("fp8-block-many-rows", 140, 640, 136, scales="block"),
+    _case("fp8-block-one-row-odd-inputs", 1, 208, 72, scales="block"),
+    _case("fp8-token-fp16-odd", 131, 400, 136, bias=True, out_dtype="float16"),
+    _case("fp8-block-odd-fp32", 7, 200, 130, scales="block", out_dtype="float32"),
+    _case("e5m2-fp16", 5, 128, 64, codes="float8_e5m2", out_dtype="float16"),
+    _case("int8-token", 33, 256, 128, codes="int8"),
+    _case("int8-azp-bias", 33, 256, 128, codes="int8", azp=True, bias=True),
+    _case("int8-tensor-azp-many-rows-fp32", 70, 400, 136, codes="int8", scales="tensor", azp=True, out_dtype="float32"),
+    _case("int8-block-fp32", 7, 256, 256, codes="int8", scales="block", out_dtype="float32"),
+    *(_large(N, *rest) for N in (1, 16, 64, 4096) for rest in ((E4M3, "block"), (E4M3, "token"), ("int8", "token"))),
+)
+
 _SUPPORT = (
     *((f"{codes}, scales per {scales}", _struct(codes, scales)) for codes in CODES for scales in ("tensor", "token")),
     *((f"{codes}, scales per block", _struct(codes, "block")) for codes in ("float8_e4m3fn", "int8")),
+    ("float8_e4m3fn, float32 out", _struct("float8_e4m3fn", "token", out_dtype="float32")),
+    ("float8_e4m3fn, 200 input features", _struct("float8_e4m3fn", "token", M=200)),
+    ("float8_e4m3fn, 100 output features", _struct("float8_e4m3fn", "token", F=100)),
     (
         "int8 with zero points",
         _struct("int8", "token", azp=jax.ShapeDtypeStruct((64, 1), jnp.int32)),
@@ -238,9 +282,18 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.scaled_matmul,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+        )
+    },
     cases=_CASES,
     cost=_cost,
+    probe=_probe,
     captures=("quant/cutlass_*", "quant/block_fp8_mm_*"),
     support=_SUPPORT,
 )

@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.ops import rms_norm_quant as rows
 from jaxattn.quant import primitives as p
+from pallas_kernels import _mosaic
+from pallas_kernels import silu_mul_quant as mosaic
 
 _OP = "silu_mul_quant"
 
@@ -38,7 +40,7 @@ def silu_mul_quant(
         scale: of mode "static".
         upper_bound: largest amax that counts, mode "token" only.
         group: size of a group of mode "group".
-        implementation: None (choose) or "reference".
+        implementation: None (choose), "reference" or "mosaic".
         config: launch configuration of the named kernel.
 
     Returns:
@@ -116,6 +118,16 @@ _CASES = (
     _case("token-clamp10", 5, 256, limit=10.0, mode="token"),
     _case("group-fp32", 5, 256, dtype="float32", mode="group"),
     _case("group-fp16", 5, 200, dtype="float16", mode="group"),
+    _case("none-fp32-whole", 5, 256, dtype="float32"),
+    _case("token-2880-fp32", 3, 2880, dtype="float32", mode="token", limit=10.0),
+    _case("none-4104", 2, 4104, limit=10.0),
+    _case("group-1536-fp32", 3, 1536, dtype="float32", mode="group"),
+    _case("group-1536", 3, 1536, mode="group", limit=10.0),
+    _case("group-2880", 2, 2880, mode="group", limit=10.0),
+    _case("group-18432", 2, 18432, "full", mode="group", limit=10.0),
+    _case("clamp-16384x2048", 16384, 2048, "full", "bench", limit=10.0),
+    _case("static-16384x4096", 16384, 4096, "full", "bench", **_STATIC),
+    _case("group-16384x4096", 16384, 4096, "full", "bench", mode="group"),
     _case("clamp-16384x4096", 16384, 4096, "full", "bench", limit=10.0),
 )
 
@@ -133,7 +145,16 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.silu_mul_quant,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+            proven=mosaic.proven,
+        )
+    },
     cases=_CASES,
     cost=_cost,
     captures=("quant/silu_mul_*",),

@@ -1,17 +1,19 @@
 """Matrix product of unquantized activations with a weight in any of the weight-only formats."""
 
+import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
-from jaxattn.quant import awq as awq_format
-from jaxattn.quant import fp8, gptq, int8, integers, marlin, mx, nf4, nvfp4, weights, wna16
+from jaxattn._mechanism import Args, Kernel, Mechanism
+from jaxattn.ops._weight_only_matmul_cases import CASES, SUPPORT
+from jaxattn.quant import nf4, tiles, weights
 from jaxattn.quant import primitives as p
+from pallas_kernels import _decode, _mosaic
+from pallas_kernels import weight_only_matmul as mosaic
 
 _OP = "weight_only_matmul"
 _GIVEN = {
@@ -37,6 +39,7 @@ def weight_only_matmul(
     g_idx: Int32[Array, " M"] | None = None,
     global_scale: Float[Array, ""] | float | None = None,
     bits: int = 4,
+    tiled: bool = False,
     implementation: str | None = None,
     config: Any = None,
 ) -> Float[Array, "N F"]:
@@ -54,7 +57,9 @@ def weight_only_matmul(
         g_idx: group of each input feature; gptq and gptq_v2 only, None = consecutive groups.
         global_scale: what nvfp4 multiplies with ("weight_scale_2", the reciprocal of the quantizer's).
         bits: width of the codes: gptq 2, 3, 4, 8; marlin and wna16 4, 8.
-        implementation: None (choose) or "reference".
+        tiled: the arrays are those of `jaxattn.quant.tiles.pack`, which the kernel loads as they are; others it packs
+            first, in every call.
+        implementation: None (choose), "mosaic" (Hopper) or "reference".
         config: launch configuration of the named kernel.
 
     Raises:
@@ -63,17 +68,18 @@ def weight_only_matmul(
 
     Source: vLLM 0.26.0 `gptq_gemm`, `awq_gemm`, `marlin_gemm`, `bitsandbytes.py`.
     """
-    args = prepare(x, w, scales, format=format, zeros=zeros, g_idx=g_idx, global_scale=global_scale, bits=bits)
+    given = {"zeros": zeros, "g_idx": g_idx, "global_scale": global_scale}
+    args = prepare(x, w, scales, format=format, bits=bits, tiled=tiled, **given)
     return _mechanism.run(MECHANISM, args, implementation, config)
 
 
-def prepare(x, w, scales, *, format, zeros=None, g_idx=None, global_scale=None, bits=4) -> Args:
+def prepare(x, w, scales, *, format, zeros=None, g_idx=None, global_scale=None, bits=4, tiled=False) -> Args:
     """Validate and complete the arguments of `weight_only_matmul`; raises as it does."""
     M = _checks.check_shapes(_OP, x=(x, "N M"))["M"]
     dtype = _checks.check_dtype(_OP, "x", x, _checks.FLOATS)
     if format not in weights.FORMATS:
         raise ValueError(f"{_OP}: format must be one of {', '.join(weights.FORMATS)}, got {format!r}")
-    if bits not in weights.WIDTHS.get(format, (bits,)):
+    if not tiled and bits not in weights.WIDTHS.get(format, (bits,)):
         raise ValueError(f"{_OP}: bits of {format} must be one of {weights.WIDTHS[format]}, got {bits}")
     extra = {"zeros": zeros, "g_idx": g_idx, "global_scale": global_scale}
     for name, value in extra.items():
@@ -81,13 +87,14 @@ def prepare(x, w, scales, *, format, zeros=None, g_idx=None, global_scale=None, 
             raise ValueError(f"{_OP}: format {format!r} needs {name}; pass it")
         if value is not None and name not in _TAKEN.get(format, ()):
             raise ValueError(f"{_OP}: format {format!r} knows no {name}; leave it out")
-    kinds = _dtypes(format, dtype)
+    kinds = _tiled_dtypes(format, dtype, scales) if tiled else _dtypes(format, dtype)
     for name, array in (("w", w), ("scales", scales), *((n, extra[n]) for n in ("zeros", "g_idx"))):
         if array is not None:
             if not _checks.is_array(array):
                 raise TypeError(f"{_OP}: {name} must be an array, got {type(array).__name__}")
             _checks.check_dtype(_OP, name, array, kinds[name])
-    for name, (array, shape) in _shapes(M, w, scales, zeros, g_idx, format, bits).items():
+    shapes = _tiled_shapes(M, w, scales, zeros, g_idx, format, bits) if tiled else None
+    for name, (array, shape) in (shapes or _shapes(M, w, scales, zeros, g_idx, format, bits)).items():
         if tuple(array.shape) != shape:
             raise ValueError(
                 f"{_OP}: {name} of format {format!r} must be {shape} for {M} input features, got {tuple(array.shape)}"
@@ -101,6 +108,7 @@ def prepare(x, w, scales, *, format, zeros=None, g_idx=None, global_scale=None, 
         "g_idx": g_idx,
         "global_scale": _checks.number(_OP, "global_scale", global_scale),
         "bits": int(bits),
+        "tiled": bool(tiled),
     }
 
 
@@ -114,6 +122,28 @@ def _dtypes(format: str, dtype: str) -> dict[str, tuple[str, ...]]:
     scales = (dtype,) if format in weights.INTEGERS else scales
     wide = (_checks.F64,) if dtype == _checks.F64 else ()
     return {"w": codes + wide, "scales": scales + wide, "zeros": packed, "g_idx": ("int32",)}
+
+
+def _tiled_dtypes(format: str, dtype: str, scales) -> dict[str, tuple[str, ...]]:
+    """The same of `tiles.pack`'s arrays."""
+    number = (dtype, _checks.F64) if dtype == _checks.F64 else (dtype,)
+    kind = ("float32", *number[1:]) if scales.ndim == 2 else number
+    return {"w": ("int32",), "scales": kind, "zeros": number, "g_idx": ("int32",)}
+
+
+def _tiled_shapes(M, w, scales, zeros, g_idx, format, bits) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """The same of `tiles.pack`'s arrays."""
+    count = -(-M // tiles.INPUTS)
+    if w.ndim != 3 or scales.ndim not in (2, 3) or bits not in (4, 8):
+        raise ValueError(f"{_OP}: with tiled=True pass what tiles.pack returned, got w {tuple(w.shape)} and {bits=}")
+    F = w.shape[0] * tiles.FEATURES
+    grouped = (w.shape[0], count, tiles.FEATURES * max(1, scales.shape[-1] // tiles.FEATURES))
+    found = {
+        "w": (w, (w.shape[0], count, tiles.FEATURES * tiles.INPUTS * bits // 32)),
+        "scales": (scales, (F, 1) if scales.ndim == 2 else grouped),
+    }
+    found |= {} if zeros is None else {"zeros": (zeros, grouped)}
+    return found | ({} if g_idx is None else {"g_idx": (g_idx, (M,))})
 
 
 def _shapes(M, w, scales, zeros, g_idx, format, bits) -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -152,9 +182,9 @@ def _shapes(M, w, scales, zeros, g_idx, format, bits) -> dict[str, tuple[Any, tu
     return found
 
 
-def _reference(x, w, scales, *, format, zeros, g_idx, global_scale, bits):
+def _reference(x, w, scales, *, format, zeros, g_idx, global_scale, bits, tiled):
     """Dequantize, then multiply at the highest precision."""
-    W = weights.dequantize(
+    W = (tiles if tiled else weights).dequantize(
         w,
         scales,
         format,
@@ -172,140 +202,78 @@ def _outputs(**_):
     return ("o",)
 
 
-def _features(w, M: int, format: str, bits: int) -> int:
-    """Output features."""
-    if format in ("gptq", "gptq_v2"):
-        return w.shape[1]
-    if format in ("nf4", "fp4"):
-        return 2 * w.shape[0] // M
-    return {"awq": 8 * w.shape[-1], "marlin": w.shape[-1] * 2 // bits}.get(format, w.shape[0])
+def _run(*, config, x, w, scales, format, zeros, g_idx, global_scale, bits, tiled):
+    """The kernel, on tiles."""
+    dtype = x.dtype.name
+    if not tiled:
+        given = {"format": format, "zeros": zeros, "global_scale": global_scale, "bits": bits}
+        args = tiles.pack(w, scales, M=x.shape[1], dtype=dtype, **given)
+        w, scales, zeros, bits = args["w"], args["scales"], args.get("zeros"), args["bits"]
+        global_scale = args.get("global_scale")
+    code = tiles.code_of(scales, zeros, format, dtype, bits)
+    lowered = format == "nvfp4" and code.dtype == jnp.bfloat16
+    factor = None
+    if format == "nvfp4":
+        factor = jnp.asarray(global_scale, jnp.float32).reshape(1) / (_decode.LOWERED if lowered else 1)
+    return mosaic.product(
+        config=config,
+        code=dataclasses.replace(code, lowered=lowered),
+        x=x if g_idx is None else x[:, g_idx],
+        w=w,
+        scales=None if code.scale is None else scales,
+        zeros=zeros,
+        channel=scales.reshape(-1) if code.scale is None else None,
+        factor=factor,
+    )
 
 
-def _cost(*, x, w, scales, format, bits, **_):
+def _why_not(*, x, w, scales, format, g_idx, bits, tiled, **_) -> str | None:
+    """None if the kernel can run these arguments, else one sentence."""
+    dtype, (N, M) = x.dtype.name, x.shape
+    if dtype not in mosaic.DTYPES:
+        return f"x must be {_mosaic.either(mosaic.DTYPES)}, got {dtype}"
+    if 0 in (N, M):
+        return f"needs rows and input features, got {N} and {M}"
+    if M % 8:
+        return f"the input features must be a multiple of 8, got {M}; pad x and the weight with zeros"
+    if tiled:
+        return None
+    if g_idx is not None:
+        return "act-order weights must be packed first: jaxattn.quant.tiles.pack"
+    return tiles.why_not(w, scales, format=format, M=M, dtype=dtype, bits=bits)
+
+
+def _sizes(x, w, format, bits, tiled, **_) -> dict[str, int]:
+    F = w.shape[0] * tiles.FEATURES if tiled else tiles.features(w, format, x.shape[1], bits)
+    wide = format in ("int8", "fp8", "mxfp8") or (bits == 8 and format in weights.INTEGERS)
+    return {"N": x.shape[0], "M": x.shape[1], "F": F, "bits": 8 if wide else 4}
+
+
+def _default_config(**args):
+    code = None
+    if args["tiled"]:
+        code = tiles.code_of(args["scales"], args["zeros"], args["format"], args["x"].dtype, args["bits"])
+    return mosaic.default_config(**_sizes(**args), code=code)
+
+
+def _configs(**args):
+    return mosaic.configs(**_sizes(**args))
+
+
+def _probe(rng: np.random.Generator, **args: Any) -> tuple[Args, np.ndarray]:
+    """Eight rows of activations."""
+    N = args["x"].shape[0]
+    rows = rng.choice(N, min(N, 8), replace=False)
+    return args | {"x": args["x"][rows]}, rows
+
+
+def _cost(*, x, w, scales, format, bits, tiled, **_):
     """2 N M F flops; activations, codes and scales read, the result written once."""
     (N, M), item = x.shape, jnp.dtype(x.dtype).itemsize
-    F = _features(w, M, format, bits)
+    F = _sizes(x, w, format, bits, tiled)["F"]
     read = sum(y.size * jnp.dtype(y.dtype).itemsize for y in (w, scales))
     return 2 * N * M * F, read + item * N * (M + F)
 
-
-def make_inputs(
-    rng: np.random.Generator,
-    N: int,
-    M: int,
-    F: int,
-    format: weights.Format,
-    *,
-    dtype: str = "bfloat16",
-    group: int = 64,
-    bits: int = 4,
-    act_order: bool = False,
-    block: bool = False,
-) -> Args:
-    """Random activations and a quantized random weight.
-
-    Args:
-        rng: source of randomness.
-        N: rows of activations.
-        M: input features.
-        F: output features.
-        format: of the weight.
-        dtype: of the activations.
-        group: input features that share a scale, for integer formats.
-        bits: width of the codes.
-        act_order: GPTQ: groups of shuffled input features.
-        block: fp8: one scale per 128 x 128, else one per output feature.
-    """
-    x = jnp.asarray(rng.standard_normal((N, M)), dtype)
-    W = jnp.asarray(rng.standard_normal((M, F)) * 0.05, dtype)
-    args: Args = {"x": x, "format": format}
-    if format in ("gptq", "gptq_v2"):
-        q, scales, zero = integers.quantize(W, bits, group, symmetric=format == "gptq")
-        w, zeros = gptq.pack(q, zero, bits, version=1 if format == "gptq" else 2)
-        args |= {"w": w, "scales": scales, "zeros": zeros, "bits": bits}
-        if act_order:
-            args["g_idx"] = jnp.asarray(rng.permutation(np.arange(M) // group), jnp.int32)
-    elif format == "awq":
-        args |= dict(zip(("w", "zeros", "scales"), awq_format.quantize(W, group), strict=True))
-    elif format == "marlin":
-        args |= dict(zip(("w", "scales"), marlin.quantize(W, group, bits=bits), strict=True)) | {"bits": bits}
-    elif format == "wna16":
-        w, scales, zeros = wna16.quantize(W.T, bits, group, symmetric=False)
-        args |= {"w": w, "scales": scales, "zeros": zeros, "bits": bits}
-    elif format == "int8":
-        args |= dict(zip(("w", "scales"), int8.quantize(W.T, "channel")[:2], strict=True))
-    elif format == "fp8":
-        args |= dict(zip(("w", "scales"), fp8.quantize(W.T, "block" if block else "channel"), strict=True))
-    elif format == "nvfp4":
-        w, scales, g = nvfp4.quantize(W.T)
-        args |= {"w": w, "scales": scales, "global_scale": p.inverse(g)}
-    elif format in ("nf4", "fp4"):
-        args |= dict(zip(("w", "scales"), nf4.quantize(W.T, format), strict=True))
-    else:
-        args |= dict(zip(("w", "scales"), mx.quantize(W.T, format), strict=True))
-    return args
-
-
-def _case(name: str, N: int, M: int, F: int, format: weights.Format, *tags: str, **options) -> Case:
-    def make(rng):
-        return make_inputs(rng, N, M, F, format, **options)
-
-    return Case(name=name, make=make, tags=frozenset(tags or ("smoke",)))
-
-
-_CASES = (
-    _case("gptq4", 5, 256, 128, "gptq", dtype="float16"),
-    _case("gptq4-fp32", 5, 256, 128, "gptq", dtype="float32"),
-    _case("awq-fp32", 5, 256, 128, "awq", dtype="float32"),
-    _case("gptq4-act-order-fp32", 5, 256, 64, "gptq", dtype="float32", act_order=True),
-    _case("gptq3-v2-fp32", 5, 128, 32, "gptq_v2", dtype="float32", bits=3),
-    _case("gptq2", 5, 128, 64, "gptq", bits=2),
-    _case("gptq8", 5, 128, 64, "gptq", bits=8),
-    _case("marlin4-fp32", 17, 256, 128, "marlin", dtype="float32"),
-    _case("marlin8-channel", 3, 128, 64, "marlin", bits=8, group=128),
-    _case("wna16-fp32", 5, 128, 64, "wna16", dtype="float32"),
-    _case("wna16-8bit", 5, 128, 64, "wna16", bits=8),
-    _case("int8-fp32", 5, 128, 64, "int8", dtype="float32"),
-    _case("fp8", 5, 128, 64, "fp8"),
-    _case("fp8-block-fp32", 5, 200, 130, "fp8", dtype="float32", block=True),
-    _case("mxfp4-fp32", 5, 128, 64, "mxfp4", dtype="float32"),
-    _case("mxfp8", 5, 128, 64, "mxfp8"),
-    _case("nvfp4-fp32", 5, 128, 64, "nvfp4", dtype="float32"),
-    _case("nf4-fp32", 5, 128, 64, "nf4", dtype="float32"),
-    _case("fp4", 5, 128, 64, "fp4"),
-    *(
-        _case(f"gptq4-8192-N{N}", N, 8192, 8192, "gptq", "full", "bench", dtype="float16", group=128)
-        for N in (1, 16, 128, 2048)
-    ),
-)
-
-
-def _struct(format: weights.Format, dtype: str, N: int = 64, M: int = 512, F: int = 256) -> Args:
-    def array(*shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-    G = M // 128
-    zeros = {"zeros": array(G, F // 8, dtype="int32")}
-    arrays = {
-        "gptq": {"w": array(M // 8, F, dtype="int32"), "scales": array(G, F), **zeros},
-        "awq": {"w": array(M, F // 8, dtype="int32"), "scales": array(G, F), **zeros},
-        "marlin": {"w": array(M // 16, 2 * F, dtype="int32"), "scales": array(G, F)},
-        "wna16": {"w": array(F, M // 2, dtype="uint8"), "scales": array(F, G)},
-        "int8": {"w": array(F, M, dtype="int8"), "scales": array(F, 1, dtype="float32")},
-        "fp8": {"w": array(F, M, dtype=fp8.E4M3), "scales": array(F, 1, dtype="float32")},
-        "mxfp4": {"w": array(F, M // 2, dtype="uint8"), "scales": array(F, M // 32, dtype="uint8")},
-        "mxfp8": {"w": array(F, M, dtype=fp8.E4M3), "scales": array(F, M // 32, dtype="uint8")},
-        "nvfp4": {"w": array(F, M // 2, dtype="uint8"), "scales": array(F, M // 16, dtype=fp8.E4M3)},
-        "nf4": {"w": array(F * M // 2, dtype="uint8"), "scales": array(F * M // 64, dtype="float32")},
-    }
-    arrays |= {"gptq_v2": arrays["gptq"], "fp4": arrays["nf4"]}
-    more = {"global_scale": array(dtype="float32")} if format == "nvfp4" else {}
-    return {"x": array(N, M), "format": format, **arrays[format], **more}
-
-
-_SUPPORT = tuple(
-    (f"{dtype}, {format}", _struct(format, dtype)) for dtype in ("bfloat16", "float16") for format in weights.FORMATS
-)
 
 MECHANISM = Mechanism(
     name=_OP,
@@ -314,9 +282,18 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
-    cases=_CASES,
+    kernels={
+        "mosaic": Kernel(
+            run=_run,
+            why_not=_why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=_default_config,
+            configs=_configs,
+        )
+    },
+    cases=CASES,
     cost=_cost,
-    captures=("quant/gptq_*", "quant/awq", "quant/marlin_*"),
-    support=_SUPPORT,
+    probe=_probe,
+    captures=("quant/gptq_*", "quant/awq*", "quant/marlin_*"),
+    support=SUPPORT,
 )

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.quant import mx, nvfp4
 from jaxattn.quant import primitives as p
+from pallas_kernels import _exact
 
 GROUP = 32
 """Group of fp_quant."""
@@ -31,15 +32,9 @@ def rotate(x: Float[Array, "... M"], group: int | None = None) -> Float[Array, "
     M = x.shape[-1]
     group = M if group is None else group
     check(M, group)
-    y = p.wide(x).reshape(*x.shape[:-1], M // group, group)
-    half = 1
-    while half < group:
-        pairs = y.reshape(*y.shape[:-1], group // (2 * half), 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = jnp.stack([a + b, a - b], -2).reshape(y.shape)
-        half *= 2
+    y = _exact.butterflies(p.wide(x), group)
     root = lax.optimization_barrier(jnp.asarray(group**-0.5, y.dtype))
-    return p.rounded((y * root).reshape(x.shape), x.dtype)
+    return p.rounded(y * root, x.dtype)
 
 
 def quantize(

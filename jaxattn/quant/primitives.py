@@ -94,7 +94,13 @@ def divide_by_ue8m0(x: Float[Array, "..."], code: UInt8[Array, "..."]) -> Float[
     biased, mantissa = _fields(x)
     small = mantissa.astype(jnp.float32) * power_of_two(jnp.maximum(-149 - exponent, -126))
     small = jnp.where(exponent > -23, 0, small)  # below 2^-126 again
-    return jnp.where(biased == 0, jnp.where(jnp.signbit(x), -small, small), x / power_of_two(exponent))
+    # in two products: the reciprocal of 2^127 is denormal, and a CPU would take it for 0
+    half = exponent >> 1
+    return jnp.where(
+        biased == 0,
+        jnp.where(jnp.signbit(x), -small, small),
+        x * power_of_two(-half) * power_of_two(half - exponent),
+    )
 
 
 def _fields(x):

@@ -19,6 +19,8 @@ def arguments(capture: "Capture") -> dict[str, Any]:
         o = np.array(capture.inputs[f"{side}_o"])
         o[np.isinf(lse)] = np.nan
         args |= {f"{side}_o": jnp.asarray(o), f"{side}_lse": jnp.asarray(lse)}
+    if "out_scale" in capture.inputs:
+        args["out_scale"] = jnp.asarray(capture.inputs["out_scale"]).reshape(())
     return args
 
 

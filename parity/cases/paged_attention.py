@@ -33,6 +33,11 @@ def arguments(capture: "Capture") -> dict[str, Any]:
         "query_start": x["cu_seqlens_q"].astype(np.int32),
     }
     args |= {name: x[name] for name in ("sinks", "k_scale", "v_scale") if name in x}
+    if "k_scale_cache" in x:
+        scales = (x[f"{side}_scale_cache"] for side in ("k", "v"))
+        args["k_scale_pages"], args["v_scale_pages"], _ = poisoned(
+            *scales, x["block_table"], x["seq_lens"], x["cu_seqlens_q"], window
+        )
     return {name: jnp.asarray(a) for name, a in args.items()} | {
         "scale": float(params["scale"]),
         "causal": bool(params.get("causal", True)),
@@ -56,7 +61,7 @@ def poisoned(k, v, table, lengths, starts, window) -> tuple[np.ndarray, np.ndarr
     pools = []
     for pool in (k, v):
         pool = np.array(pool)
-        pool[~read] = np.nan
+        pool[~read] = np.iinfo(pool.dtype).max if pool.dtype.kind in "iu" else np.nan
         pools.append(pool)
     return pools[0], pools[1], table
 
@@ -93,9 +98,12 @@ def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
     elif kernel == _TORCH_CPU and half:
         switches = twin.Switches(exp=twin.vector_exp)
         output, note = "lse", f"whole vectors of keys go through an approximate exponential: {_TORCH_SOURCE}"
+    elif capture.params.get("kv_cache_dtype") == "int4_token_head":
+        switches = twin.Switches(hadacore=True, operand=twin.tf32)
+        output, note = "o", f"the result is rounded, rotated in 16 bits and rounded, products are TF32: {_INT4_SOURCE}"
     elif kernel == "flash_attention_3" and args["softcap"]:
         switches = twin.Switches(round_tanh=np.float16)  # eleven bits, the documented error of tanh.approx.f32
-        output, note = "lse", f"the soft cap takes the hardware's approximate tanh: {_FA3_SOURCE}"
+        output, note = "lse", f"the soft cap takes the hardware's approximate tanh: {FA3_SOURCE}"
     elif kernel == "triton_unified_attention" and dtype == np.float32:
         switches = twin.Switches(operand=twin.tf32)
         output, note = "o", f"products are TF32, Triton's default for float32: {_TRITON_DOT}"
@@ -110,7 +118,8 @@ _GEMMA2 = "transformers.models.gemma2.modeling_gemma2.eager_attention_forward"
 _TORCH_CPU = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
 _MODELS = "https://github.com/huggingface/transformers/tree/main/src/transformers/models (eager_attention_forward)"
 _TORCH_SOURCE = "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/FlashAttentionKernel.cpp"
-_FA3_SOURCE = "https://github.com/Dao-AILab/flash-attention/blob/main/hopper/utils.h (apply_softcap)"
+_INT4_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.26.0/vllm/v1/attention/ops/int4_per_token_head.py"
+FA3_SOURCE = "https://github.com/Dao-AILab/flash-attention/blob/main/hopper/utils.h (apply_softcap)"
 _TRITON_DOT = "https://triton-lang.org/main/python-api/generated/triton.language.dot.html"
 
 ADAPTER = Adapter(

@@ -30,7 +30,7 @@ ADAPTER = Adapter(
     arguments=arguments,
     outputs={
         "o": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_SUMS),
-        "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_SUMS),
+        "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="codes", note=_SUMS),
         "scale": Output(axes=("row", "group"), slice_rank=1, rule="exact", contract="contract", note=_SUMS),
         "residual": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="exact"),
     },

@@ -24,7 +24,7 @@ ADAPTER = Adapter(
     arguments=arguments,
     outputs={
         "o": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_EXP),
-        "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="contract", note=_EXP),
+        "q": Output(axes=("row", "column"), slice_rank=1, rule="exact", contract="codes", note=_EXP),
         "scale": Output(axes=("row", "group"), slice_rank=1, rule="exact", contract="contract", note=_EXP),
     },
 )

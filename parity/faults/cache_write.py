@@ -26,7 +26,9 @@ def _transposed(args: Args) -> Args:
 
 
 def _negative(args: Args) -> bool:
-    return bool((args["slots"] < 0).any())
+    """Some token has no slot, and none has the last, where it would be written and overwritten."""
+    P, page = args["k_pages"].shape[:2]
+    return bool((args["slots"] < 0).any()) and P * page - 1 not in args["slots"]
 
 
 def _same_width(args: Args) -> bool:
@@ -59,10 +61,7 @@ def _overflows(args: Args) -> bool:
 
 
 def _fault(name: str, what: str, run: Implementation, applies: Callable[[Args], bool] = lambda args: True) -> Fault:
-    """The twin knows no int4 caches."""
-    return Fault(
-        name=name, what=what, run=run, applies=lambda args: args["k_pages"].dtype != np.uint8 and applies(args)
-    )
+    return Fault(name=name, what=what, run=run, applies=applies)
 
 
 FAULTS = Faults(

@@ -37,7 +37,7 @@ def _swap_heads(o: np.ndarray, args: Args) -> np.ndarray:
 
 
 def _nan(o: np.ndarray, args: Args) -> np.ndarray:
-    o[-1, -1, -1] = np.nan
+    o[-1, -1, 0] = np.nan
     return o
 
 
@@ -81,8 +81,11 @@ def _has_lse(args: Args) -> bool:
 
 
 def _has_exact_lse(args: Args) -> bool:
-    """Not so with a float8 cache: its keys are rounded to q's dtype, which moves the log-sum-exp by more than 1e-4."""
-    return _has_lse(args) and not _fp8(args)
+    """Not so with a float8 cache, whose keys are rounded to q's dtype, or with 16-bit queries of a 4-bit cache, which
+    are rounded behind their rotation: both move the log-sum-exp by more than 1e-4.
+    """
+    rotated = args["k_pages"].dtype == np.uint8 and args["q"].dtype.itemsize < 4
+    return _has_lse(args) and not _fp8(args) and not rotated
 
 
 def _window_bites(args: Args) -> bool:

@@ -14,12 +14,4 @@ _WHAT = {
     "cut-off": ("codes are cut off instead of rounded", Switches(cut=True)),
 }
 
-_HIDDEN = ("norm-1-percent", "layer-norm")
-"""Smaller than the rounding of codes: seen where the result or a dynamic scale leaves."""
-
-
-def _seen(name: str):
-    return lambda args: name not in _HIDDEN or args.get("mode", "none") != "static"
-
-
-FAULTS = Faults(twin=run, faults=tuple(fault(name, what, run, on, _seen(name)) for name, (what, on) in _WHAT.items()))
+FAULTS = Faults(twin=run, faults=tuple(fault(name, what, run, on) for name, (what, on) in _WHAT.items()))

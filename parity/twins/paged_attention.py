@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from parity.twins import cache_write, hadamard_transform
+
 type Args = dict[str, Any]
 type Arrays = dict[str, np.ndarray]
 
@@ -27,6 +29,9 @@ class Switches:
     early_division: bool = False
     """P is divided by its sum before it is rounded."""
     exp: Callable[[np.ndarray], np.ndarray] = np.exp
+    hadacore: bool = False
+    """4-bit heads: q and the result are rotated by products in 16 bits, the result after a rounding; zero points are
+    subtracted after the product of P and codes, so that what `operand` cut off P stays."""
     hide_last_key: bool = False
     """The newest visible key is not seen."""
     top_left: bool = False
@@ -48,6 +53,8 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
         wide: compute in float64 throughout, else in float32 with the op's roundings.
         on: departures.
     """
+    if args.get("k_scale_pages") is not None:
+        return _over_codes(args, wide, on)
     q, starts, lengths = args["q"], args["query_start"], args["lengths"]
     dtype, work = (np.dtype(np.float64), np.float64) if wide else (q.dtype, np.float32)
     (N, H, D), K = q.shape, args["k_pages"].shape[2]
@@ -61,6 +68,49 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
             queries = q[rows].astype(work).reshape(count, K, H // K, D)
             o[rows], lse[rows] = _softmax(args, queries, k, v, seen, dtype, on)
     return {"o": o.astype(dtype)} | ({"lse": lse} if args.get("return_lse") else {})
+
+
+def _over_codes(args: Args, wide: bool, on: Switches) -> Arrays:
+    """Over a cache with scales per token and head: the numbers that the codes stand for, 4-bit heads rotated."""
+    work, rest = np.float64 if wide else np.float32, {k: v for k, v in args.items() if not k.endswith("_scale_pages")}
+    packed = args["k_pages"].dtype == np.uint8
+    for side in ("k", "v"):
+        codes, scales = args[f"{side}_pages"], args[f"{side}_scale_pages"]
+        if packed:
+            rest[f"{side}_pages"] = unpacked(codes, scales).astype(work)
+        else:
+            rest[f"{side}_pages"] = codes.astype(work) * scales.astype(work)[..., None]
+    if not packed:
+        return run(rest, wide, on)
+    q, D = args["q"], args["q"].shape[-1]
+    signed = cache_write.signs(D) * q.astype(work)
+    turned = (signed @ hadamard_transform.matrix(D)).astype(work)
+    rest["q"] = (turned if wide else turned.astype(q.dtype)).astype(work)
+    rest["scale"] = (args.get("scale") or D**-0.5) / D
+    if on.hadacore:
+        rest["q"] = cache_write.rotated(q, False).astype(work)
+        rest["v_pages"] = np.concatenate(parts(args["v_pages"], args["v_scale_pages"]), -1)
+    out = run(rest, wide, on)
+    if on.hadacore:
+        half = hadamard_transform.hadacore(out["o"].astype(q.dtype).reshape(-1, D)).reshape(q.shape)
+        back = half.astype(work) * work(D**0.5) * cache_write.signs(D) / D
+    else:
+        back = (out["o"].astype(work) @ hadamard_transform.matrix(D)) * cache_write.signs(D) / D
+    return out | {"o": back.astype(np.float64 if wide else q.dtype)}
+
+
+def unpacked(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Rotated heads from bytes of two numbers and scales whose lowest mantissa bits hold the zero point."""
+    both, zero, step = parts(codes, scales)
+    with np.errstate(invalid="ignore"):  # NaN in what nobody reads
+        return (both - zero) * step
+
+
+def parts(codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [..., D], zero point [..., 1] and step [..., 1] in float32."""
+    bits = scales.astype(np.float32).view(np.int32)
+    both = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1).astype(np.float32)
+    return both, (bits & 15).astype(np.float32)[..., None], (bits & -16).view(np.float32)[..., None]
 
 
 def _keys(args: Args, b: int, length: int, pos: np.ndarray, dtype, work, on: Switches):
@@ -118,11 +168,20 @@ def _softmax(args: Args, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.n
         e = on.exp(rounded(s - safe[..., None], on.round_shifted))
         total = (e.sum(-1) + on.exp(rounded(sink - safe, on.round_shifted)))[..., None]
         p = rounded(e / total if on.early_division else e, dtype if on.round_p is None else on.round_p)
-        o = product("tkgs,skd->tkgd", p, v) / (1 if on.early_division else total)
+        o = _values(p, v, product, on) / (1 if on.early_division else total)
         o = np.where((np.isfinite(own) & (sink < np.inf))[..., None], o, 0)
         base = np.where(np.isfinite(own), own, 0)
         lse = np.log(on.exp(s - base[..., None]).sum(-1)) + base
     return o.reshape(T, K * G, D), lse.reshape(T, K * G)
+
+
+def _values(p: np.ndarray, v: np.ndarray, product: Callable[..., np.ndarray], on: Switches) -> np.ndarray:
+    """P V, or with `hadacore` P times the steps, times codes, less what belongs to the zero points."""
+    if not on.hadacore:
+        return product("tkgs,skd->tkgd", p, v)
+    codes, zero, step = v[..., :-2], v[..., -2], v[..., -1]
+    p = p * step.T[None, :, None]
+    return product("tkgs,skd->tkgd", p, codes) - (p * zero.T[None, :, None]).sum(-1, keepdims=True)
 
 
 def vector_exp(x: np.ndarray) -> np.ndarray:

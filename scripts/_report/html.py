@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts._report import schema, svg
+from scripts._report import model, schema, svg
 from scripts._report.html_output import drill_down, facts
 from scripts._report.markup import Markup, el, join
-from scripts._report.schema import COMPARISONS, DASH, EDGE_NAMES, LABELS, STATUSES, Output, Report, percent
+from scripts._report.schema import DASH, EDGE_NAMES, LABELS, STATUSES, Output, Report, percent
 
 _HERE = Path(__file__).parent
 
@@ -33,8 +33,9 @@ def page(report: Report) -> str:
         "div",
         _header(report, outputs),
         _summary(report, outputs),
+        model.sections(report) if "model" in report else None,
         _results(report, outputs),
-        _mutations(report),
+        _mutations(report) if "model" not in report else None,
         _coverage(report),
         _provenance(report),
         el(
@@ -67,7 +68,9 @@ def _header(report: Report, outputs: list[Output]) -> Markup:
     compared = counts["pass"] + counts["fail"]
     bad = [o for o in outputs if o.status == "fail"]
     survivors = schema.survivors(report)
-    if not compared:
+    if "model" in report and compared:
+        title, lead = model.headline(report, outputs)
+    elif not compared:
         title, lead = "Nothing was compared", "No result of this run says anything about the port."
     elif bad:
         title = f"{counts['fail']} of {compared} comparisons fail"
@@ -79,7 +82,7 @@ def _header(report: Report, outputs: list[Output]) -> Markup:
         title = f"All {compared} comparisons pass"
         lead = "Every output that was compared lies within its derived allowance, overall and slice by slice."
     rest = counts["skipped"] + counts["not_run"]
-    if compared and rest:
+    if compared and rest and "model" not in report:
         lead = join(lead, f" {rest} more were not compared and count as neither.")
     facts = [ours.get("device"), f"backend {ours['backend']}" if ours.get("backend") else None, ours.get("git")]
     facts += [f"jax {ours['jax']}" if ours.get("jax") else None, ours.get("date")]
@@ -129,12 +132,13 @@ def _block(title: str, said: str | Markup, *children: Any, id_: str) -> Markup:
 
 
 # ---------------------------------------------------------------- results
-_COLUMNS = (
-    ("verdict", "Verdict", "number"),
-    ("name", "Case and output", "text"),
-    *((f"e{i}", EDGE_NAMES[c], "number") for i, c in enumerate(COMPARISONS)),
-    ("used", "Tightest, share of allowed", "number"),
-)
+def _columns(report: Report) -> tuple[tuple[str, str, str], ...]:
+    return (
+        ("verdict", "Verdict", "number"),
+        ("name", "Module and output" if "model" in report else "Case and output", "text"),
+        *((f"e{i}", EDGE_NAMES[c], "number") for i, c in enumerate(schema.comparisons(report))),
+        ("used", "Tightest, share of allowed", "number"),
+    )
 
 
 def _results(report: Report, outputs: list[Output]) -> Markup:
@@ -151,12 +155,14 @@ def _results(report: Report, outputs: list[Output]) -> Markup:
     )  # fmt: skip
     heads = [
         el("th", el("button", label, type="button"), scope="col", aria_sort="none", data_key=k, data_kind=kind)
-        for k, label, kind in _COLUMNS
+        for k, label, kind in _columns(report)
     ]
     body = [_row(o, i) for i, o in enumerate(outputs)]
-    body.append(el("tr", el("td", "No output matches.", colspan=len(_COLUMNS)), cls="none", hidden=bool(outputs)))
+    body.append(el("tr", el("td", "No output matches.", colspan=len(heads)), cls="none", hidden=bool(outputs)))
     table = el("table", el("thead", el("tr", heads)), el("tbody", body), id="results")
     said = "One row per output: three comparisons, each judged through the float64 truth."
+    if "model" in report:
+        said = "One row per tensor that left a module or, inside one, reached another; in the order of the golden run."
     return _block("Results", said, filters, el("div", table, cls="scroll stack"), id_="results")
 
 
@@ -167,18 +173,24 @@ def _row(o: Output, i: int) -> Markup:
     said = o.said if o.blamed else f"{o.mechanism} · {o.capture}"
     order = {"fail": 0, "not_run": 1, "skipped": 2, "pass": 3}
     cells = [
-        el("td", el("span", svg.mini(statuses), el("span", LABELS[o.status], cls=f"st {o.status}"), cls="brief")),
+        el("td", el("span", _sign(o), el("span", LABELS[o.status], cls=f"st {o.status}"), cls="brief")),
         el("td", el("a", o.label, href=f"#output-{i}"), el("span", said, cls="where")),
-        *(el("td", svg.chip(statuses[c]), data_label=EDGE_NAMES[c]) for c in COMPARISONS),
+        *(el("td", svg.chip(s), data_label=EDGE_NAMES[c]) for c, s in statuses.items()),
         el("td", _used(o), data_label="Of allowed"),
     ]  # fmt: skip
-    data = {f"data_e{k}": order[statuses[c]] for k, c in enumerate(COMPARISONS)}
+    data = {f"data_e{k}": order[s] for k, s in enumerate(statuses.values())}
     tightest = -1.0 if o.tightest is None else min(o.tightest, 1e300)
     return el(
         "tr", cells, cls="row", data_verdict=order[o.status], data_name=f"{o.label} {o.mechanism}", **data,
         data_used=f"{tightest:.6g}", data_mechanism=o.mechanism, data_text=text.lower(),
         data_statuses=" ".join(dict.fromkeys(statuses.values())),
     )  # fmt: skip
+
+
+def _sign(o: Output) -> Markup:
+    return (
+        svg.mini(o.statuses) if o.kinds == schema.COMPARISONS else el("span", svg.glyph(o.status), cls=f"st {o.status}")
+    )
 
 
 def _used(o: Output) -> Markup:
@@ -196,8 +208,8 @@ def _mutations(report: Report) -> Markup:
         "Known faults, planted in outputs that pass, to see whether the rules catch them.",
     )
     gaps = [
-        el("p", svg.chip("not_run"), f"  {name}: {why}", cls="soft small")
-        for name, why in schema.untested(report).items()
+        el("p", svg.chip("not_run"), f"  {', '.join(names)}: {why}", cls="soft small")
+        for why, names in schema.untested_by_reason(report).items()
     ]
     if not mutants:
         body = el("div", el("p", svg.chip("not_run"), "  No fault was planted.", cls="soft"), gaps, cls="card judge")

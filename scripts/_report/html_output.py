@@ -40,7 +40,7 @@ def drill_down(report: Report, output: Output, number: int, before: bool, after:
         crumbs,
         el("p", el("span", output.mechanism), el("span", output.capture), cls="eyebrow"),
         el("h1", output.label, id=f"title-{number}"),
-        _verdict(report, output, f"output-{number}"),
+        _module(report, output) if "model" in report else _verdict(report, output, f"output-{number}"),
         [_edge(c, output.edges[c], f"output-{number}.{c}") for c in failing_first],
         id=f"output-{number}",
         tabindex=-1,
@@ -108,6 +108,20 @@ def _verdict(report: Report, output: Output, link: str) -> Markup:
     )
 
 
+def _module(report: Report, output: Output) -> Markup:
+    """The verdict on a module of a bisection; there is no triangle."""
+    params = report["cases"].get(output.case, {})
+    word = el("p", svg.chip(output.status, pill=True), f"  {params.get('ours', '')}")
+    sides = facts(
+        {
+            "golden module": output.case.partition("/")[2] or "the whole model",
+            "its class": params.get("kernel", "unknown"),
+            "parameters": ", ".join(f"{k} {v}" for k, v in (params.get("parameters") or {}).items()),
+        }
+    )
+    return el("div", el("div", word, el("p", output.said)), sides, cls="card verdict")
+
+
 def _blame(output: Output) -> str:
     return f"blamed: {' and '.join(output.blamed)}"
 
@@ -117,7 +131,7 @@ def _side(values: Mapping[str, Any], fields: Sequence[str]) -> str:
 
 
 def _edge(comparison: str, r: Result, id_: str) -> Markup:
-    peer, _, subject = comparison.partition("_vs_")
+    peer, subject = schema.sides(comparison)
     ran = [r["backend"] if "kernel" in comparison else None, r.get("kernel"), _time(r)]
     head = el(
         "header",
@@ -178,7 +192,8 @@ def _allowed(r: Result) -> Markup:
     head = el("tr", [el("th", h, scope="col", cls=k) for h, k in zip(heads, kinds, strict=True)])
     bodies = []
     for side, rows in sides.items():
-        label = el("th", f"{side} against the float64 truth", colspan=len(heads), scope="rowgroup")
+        against = "golden tensor" if side in ("ours", "self-noise") else "float64 truth"
+        label = el("th", f"{side} against the {against}", colspan=len(heads), scope="rowgroup")
         bodies.append(el("tbody", el("tr", label, cls="group"), rows))
     table = el("table", el("thead", head), bodies, cls="compact")
     return join(title, el("div", table, cls="scroll bare"))

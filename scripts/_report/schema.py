@@ -17,8 +17,11 @@ SCHEMA = "jaxattn-diff-report/1"
 STATUSES = ("pass", "fail", "skipped", "not_run")
 LABELS = dict(zip(STATUSES, ("pass", "fail", "skipped", "not run"), strict=True))
 COMPARISONS = ("capture_vs_reference", "reference_vs_kernel", "capture_vs_kernel")
+MODEL_COMPARISONS = ("teacher_forced", "free_running")
+"""Of a bisection: our module on golden inputs, and in its own run, both against the golden tensor."""
 DASH, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 EDGE_NAMES = {c: c.replace("_vs_", f" {DASH} ").capitalize() for c in COMPARISONS}
+EDGE_NAMES |= {"teacher_forced": "Teacher-forced", "free_running": "Free-running"}
 FIELDS = ("mechanism", "capture", "case", "output", "comparison", "backend", "status", "reason", "metrics", "allowed")
 FIELDS += ("headroom", "worst", "slices", "repro", "time_us")
 
@@ -41,6 +44,7 @@ def complete(
     mechanisms: Iterable[str],
     cases: Mapping[str, Mapping[str, Any]],
     unclaimed: Iterable[str] = (),
+    model: Mapping[str, Any] | None = None,
 ) -> Report:
     """The whole report as JSON values.
 
@@ -51,6 +55,7 @@ def complete(
         mechanisms: every mechanism that was asked for, also those without a result.
         cases: case -> its captured parameters, the kernel that ran among them.
         unclaimed: captured cases that no mechanism answers for.
+        model: what a bisection found, see `docs/bisect.md`; its results compare `MODEL_COMPARISONS`.
 
     Raises:
         ReportError: a result lacks a field or has an unknown status or comparison, or two results have one key.
@@ -70,6 +75,8 @@ def complete(
         "mutations": plain(mutations),
         "coverage": {"mechanisms": list(mechanisms), "unclaimed": sorted(unclaimed)},
     }
+    if model is not None:
+        report["model"] = plain(model)
     _check(report, "results")
     report["summary"] = summary(rows)
     return report
@@ -82,11 +89,25 @@ def summary(results: Iterable[Result]) -> dict[str, int]:
 
 
 def exit_code(report: Report) -> int:
-    """0 all compared results pass, 1 a failure or a surviving mutant, 2 nothing was compared."""
+    """0 all compared results pass, 1 a failure, a surviving mutant or a failed end-to-end check, 2 nothing compared."""
     counts = report["summary"]
-    if counts["fail"] or survivors(report):
+    end_to_end = (report.get("model") or {}).get("end_to_end") or {}
+    if counts["fail"] or survivors(report) or any(c["status"] == "fail" for c in end_to_end.get("checks", ())):
         return 1
     return 0 if counts["pass"] else 2
+
+
+def comparisons(report: Report) -> tuple[str, ...]:
+    """The comparisons that an output of this report may have."""
+    return MODEL_COMPARISONS if "model" in report else COMPARISONS
+
+
+def sides(comparison: str) -> tuple[str, str]:
+    """Names of the peer and of the subject that is judged."""
+    if comparison in MODEL_COMPARISONS:
+        return "self-noise", "ours"
+    peer, _, subject = comparison.partition("_vs_")
+    return peer, subject
 
 
 def survivors(report: Report) -> list[Result]:
@@ -126,6 +147,14 @@ def kills(report: Report) -> tuple[int, int]:
 def untested(report: Report) -> dict[str, str]:
     """Mechanism -> why no fault was planted in it."""
     return report["mutations"].get("untested", {})
+
+
+def untested_by_reason(report: Report) -> dict[str, list[str]]:
+    """Why no fault was planted -> the mechanisms that this is true of."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in untested(report).items():
+        reasons.setdefault(why, []).append(name)
+    return reasons
 
 
 def key(result: Result) -> Key:
@@ -196,6 +225,7 @@ class Output:
     """Comparison -> result, in the order of `COMPARISONS`."""
     sentence: str
     """Which side is wrong."""
+    kinds: tuple[str, ...] = COMPARISONS
 
     @property
     def label(self) -> str:
@@ -205,7 +235,7 @@ class Output:
     @property
     def statuses(self) -> dict[str, str]:
         """Comparison -> status; a comparison without a result was not run."""
-        return {c: self.edges[c]["status"] if c in self.edges else "not_run" for c in COMPARISONS}
+        return {c: self.edges[c]["status"] if c in self.edges else "not_run" for c in self.kinds}
 
     @property
     def status(self) -> str:
@@ -228,6 +258,8 @@ class Output:
     @property
     def blamed(self) -> tuple[str, ...]:
         """Corners of the triangle that the failing edges point at."""
+        if self.kinds is MODEL_COMPARISONS:
+            return ("ours",) * ("fail" in self.statuses.values())
         a, b, c = (s == "fail" for s in self.statuses.values())
         agree = self.statuses["capture_vs_kernel"] == "pass" or (c and _close(self.edges["capture_vs_kernel"]))
         kernel = (b and not (a and agree)) or (c and not a)
@@ -249,8 +281,9 @@ def outputs(report: Report) -> list[Output]:
     for r in report["results"]:
         groups.setdefault(key(r)[:4], {})[r["comparison"]] = r
     said = {key({**v, "comparison": ""})[:4]: v["sentence"] for v in report["verdicts"]}
+    kinds = comparisons(report)
     found = [
-        Output(*k, {c: edges[c] for c in COMPARISONS if c in edges}, said.get(k, "")) for k, edges in groups.items()
+        Output(*k, {c: edges[c] for c in kinds if c in edges}, said.get(k, ""), kinds) for k, edges in groups.items()
     ]
     return sorted(found, key=lambda o: _DECIDES.index(o.status))
 
@@ -312,7 +345,7 @@ def _check(report: Report, where: str) -> None:
         missing = [f for f in FIELDS if f not in r]
         if missing:
             raise ReportError(f"{where}: result {i} must have {', '.join(FIELDS)}; it lacks {', '.join(missing)}")
-        for field, known in (("status", STATUSES), ("comparison", COMPARISONS)):
+        for field, known in (("status", STATUSES), ("comparison", comparisons(report))):
             if r[field] not in known:
                 raise ReportError(f"{where}: result {i}: {field} must be one of {', '.join(known)}, found {r[field]!r}")
         if key(r) in seen:

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scripts._report import schema
-from scripts._report.schema import COMPARISONS, DASH, EDGE_NAMES, LABELS, STATUSES, TIMES, Output, Report, percent
+from scripts._report import model, schema
+from scripts._report.schema import DASH, EDGE_NAMES, LABELS, STATUSES, TIMES, Output, Report, percent
 
 SIGNS = {"pass": "✓", "fail": "✕", "skipped": DASH, "not_run": "○"}
 _STYLES = {"pass": "green", "fail": "bold red", "skipped": "magenta", "not_run": "dim"}
@@ -16,10 +16,13 @@ _BAR = 8
 
 def show(report: Report, console: Console) -> None:
     """Print the table of outputs, the failures with reason and repro line, what was not compared, and the totals."""
+    if "model" in report:
+        model.show(report, console)
+        return
     outputs = schema.outputs(report)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("case / output", overflow="fold", ratio=1)
-    for comparison in COMPARISONS:
+    for comparison in schema.COMPARISONS:
         table.add_column(EDGE_NAMES[comparison].lower().replace(f" {DASH} ", f" {DASH}\n"), no_wrap=True)
     table.add_column("tightest,\nof allowed", no_wrap=True)
     for name in dict.fromkeys(o.mechanism for o in outputs):
@@ -43,7 +46,7 @@ def judge_line(report: Report) -> str:
     """The mutation suite's kill rate in one line."""
     killed, planted = schema.kills(report)
     missed = ", ".join(map(schema.mutant_name, schema.survivors(report)))
-    untested = ", ".join(f"{name} ({why})" for name, why in schema.untested(report).items())
+    untested = "; ".join(f"{', '.join(names)} ({why})" for why, names in schema.untested_by_reason(report).items())
     parts = [f"caught {killed} of {planted} planted faults" if planted else "not tested"]
     parts += [f"missed {missed}"] * bool(missed) + [f"no fault planted in {untested}"] * bool(untested)
     return f"judge: {'; '.join(parts)}"
@@ -52,15 +55,18 @@ def judge_line(report: Report) -> str:
 def markdown(report: Report) -> str:
     """The report as GitHub-flavoured Markdown."""
     counts, ours = report["summary"], report["provenance"]["ours"]
+    names = [EDGE_NAMES[c] for c in schema.comparisons(report)]
     lines = [
         "# Numeric diff report",
         "",
-        ", ".join(f"**{counts[s]}** {LABELS[s]}" for s in STATUSES) + f"; {judge_line(report)}.",
+        ", ".join(f"**{counts[s]}** {LABELS[s]}" for s in STATUSES)
+        + ("." if "model" in report else f"; {judge_line(report)}."),
         "",
+        *(model.markdown(report) if "model" in report else ()),
         " · ".join(f"{k} {cell(ours[k])}" for k in ("git", "jax", "device", "backend", "date") if ours.get(k)),
         "",
         *_table(
-            ("Case / output", *EDGE_NAMES.values(), "Tightest, of allowed", "Verdict"),
+            ("Case / output", *names, "Tightest, of allowed", "Verdict"),
             (
                 (f"{o.mechanism}: {o.label}", *(_word(s) for s in o.statuses.values()), percent(o.tightest), o.sentence)
                 for o in schema.outputs(report)
@@ -117,7 +123,7 @@ def _meter(o: Output) -> Text:
         return Text(DASH, "dim")
     filled = min(_BAR, round(o.tightest * _BAR))
     style = "red" if o.status == "fail" else "green"
-    return Text.assemble(("━" * filled, style), ("━" * (_BAR - filled), "bright_black"), f" {percent(o.tightest)}")
+    return Text.assemble(("━" * filled, style), ("╌" * (_BAR - filled), "dim"), f" {percent(o.tightest)}")
 
 
 def _failures(o: Output) -> list[Text]:
@@ -143,7 +149,8 @@ def _reasons(report: Report) -> dict[tuple[str, str], int]:
 def _gaps(report: Report) -> list[str]:
     lines = [f"{SIGNS[s]} {n} {LABELS[s]}: {why}" for (s, why), n in _reasons(report).items()]
     empty = [c["mechanism"] for c in schema.coverage(report) if not c["outputs"]]
-    lines += [f"{SIGNS['not_run']} {name}: no capture of it was loaded" for name in empty]
+    if empty:
+        lines.append(f"{SIGNS['not_run']} no capture was loaded of {', '.join(empty)}")
     unclaimed = len(report["coverage"]["unclaimed"])
     if unclaimed:
         lines.append(f"{SIGNS['not_run']} captured, but of no selected mechanism and not compared: {unclaimed}")

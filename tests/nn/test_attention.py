@@ -514,7 +514,7 @@ def test_example_runs():
 
 def test_code_of_the_documentation_runs():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/paged_attention.md").read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     assert (
         execute("-c", "\n".join([*blocks, "print(y.shape, sorted(variables))"])) == "(32, 256) ['kv_pages', 'params']\n"
     )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxattn import _kv_quant, cache_write
-from jaxattn.ops.cache_write import FP8, make_inputs
-from pallas_kernels import _exact, _mosaic
+from jaxattn.ops.cache_write import FP8, MECHANISM, make_inputs
+from pallas_kernels import _aot, _exact, _mosaic
 from pallas_kernels import cache_write as mosaic
 
 implementations = pytest.mark.parametrize("implementation", ["reference", "mosaic"])
@@ -48,7 +48,7 @@ def float8_cache():
 
 # ---------------------------------------------------------------- where bytes go
 @implementations
-@pytest.mark.parametrize("mode", ["copy", "fp8", "int8_token_head", "fp8_token_head"])
+@pytest.mark.parametrize("mode", ["copy", "fp8", "int8_token_head", "fp8_token_head", "int4_token_head"])
 def test_named_slots_are_written_and_no_other_byte_changes(implementation, mode, rng):
     args = make_inputs(rng, 9, 8, 128, P=5, page=4, mode=mode, skipped=0.0)
     slots = np.array([3, -1, 19, 20, 0, 7, -7, 11, 12], np.int32)
@@ -155,7 +155,7 @@ def test_scales_per_token_and_head(implementation, stored, limit, rng):
     codes, _, scales, _ = run(implementation, **args)
     x = np.asarray(args["key"]).astype(np.float32)
     amax = np.abs(x).max(-1)
-    expected = np.maximum(amax / np.float32(limit), np.float32(1e-6))
+    expected = np.maximum(amax * np.float32(1 / limit), np.float32(1e-6))  # as Triton: no quotient
     slots = np.asarray(args["slots"])
     np.testing.assert_array_equal(flat(scales)[slots], expected)
     assert expected[0, 0] == np.float32(1e-6), "a head of zeros"
@@ -165,6 +165,33 @@ def test_scales_per_token_and_head(implementation, stored, limit, rng):
     else:
         wanted = quotient.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(bits(flat(codes)[slots]), bits(wanted))
+
+
+@pytest.mark.parametrize(
+    ("mode", "K", "D", "Dv", "dtype"),
+    [
+        ("int8_token_head", 1, 64, 64, "float32"),
+        ("fp8_token_head", 3, 96, 64, "float16"),
+        ("int4_token_head", 4, 128, 32, "bfloat16"),
+        ("int4_token_head", 2, 256, 256, "float32"),
+    ],
+)
+def test_tokens_that_share_a_tile_give_the_same_bytes(mode, K, D, Dv, dtype, rng):
+    """13 tokens are no whole number of tiles: the last block starts within the one before."""
+    args = make_inputs(rng, 13, K, D, Dv=Dv, dtype=dtype, mode=mode)
+    for tokens in (1, 2):
+        got = run("mosaic", **args, config=mosaic.Config(tokens=tokens))
+        for a, b in zip(got, run("reference", **args), strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def test_what_no_gpu_has_proven_runs_where_it_is_named():
+    plain, few, rotated = per_head(), per_head("int8", 128), per_head("uint8", 32)
+    few |= {name: jnp.zeros((3, 2, 128)) for name in ("key", "value")}
+    for args, proven in ((plain, False), (few, True), (rotated, False), (call(), True)):
+        prepared = MECHANISM.prepare(**args)
+        assert mosaic.why_not(**prepared) is None
+        assert MECHANISM.kernels["mosaic"].proven(**prepared) is proven
 
 
 @implementations
@@ -211,6 +238,14 @@ def test_the_rotation_and_its_inverse_multiply_by_D(D, rng):
     np.testing.assert_array_equal(back, D * x)
 
 
+def test_the_rotation_is_a_product_with_its_matrix(rng):
+    """Integers, so that the order of the sums does not matter."""
+    x = jnp.asarray(rng.integers(-9, 9, (3, 64)), jnp.float32)
+    matrix = _kv_quant.rotation(64)
+    np.testing.assert_array_equal(_kv_quant.rotate(x), x @ matrix)
+    np.testing.assert_array_equal(_kv_quant.rotate(x, inverse=True), x @ matrix.T)
+
+
 @pytest.mark.parametrize("D", [2, 4, 16])
 def test_the_rotation_is_sylvesters_matrix(D):
     matrix = np.ones((1, 1))
@@ -230,9 +265,9 @@ def test_the_signs_are_those_of_the_mersenne_twister():
     """PyTorch's generator with seed 0 starts 0.4963, 0.7682, 0.0885, 0.1320: the low 24 bits of the Twister's words."""
     draws = np.random.RandomState(0).randint(0, 2**32, size=4, dtype=np.uint32)
     assert ((draws & 0xFFFFFF) / 2**24).round(4).tolist() == [0.4963, 0.7682, 0.0885, 0.132]
-    signs = _kv_quant._signs(128)
+    signs = _kv_quant.signs(128)
     assert set(signs.tolist()) == {-1, 1}
-    np.testing.assert_array_equal(signs[:64], _kv_quant._signs(64))
+    np.testing.assert_array_equal(signs[:64], _kv_quant.signs(64))
 
 
 # ---------------------------------------------------------------- in place, and far away
@@ -249,7 +284,7 @@ def test_a_donated_cache_is_not_copied(mode, rng):
 
     values = [jnp.asarray(args[name]) for name in (*donated, *rest)]
     for donate in ((), range(len(donated))):
-        program = _mosaic.compile_h200(write, *values, donate=donate).as_text()
+        program = _aot.compile_h200(write, *values, donate=donate).as_text()
         head = program.splitlines()[0]
         assert program.count(" copy(") == (0 if donate else len(donated))
         assert head.count("may-alias") + head.count("must-alias") == len(donate)
@@ -266,7 +301,7 @@ def test_bc17_the_address_of_a_slot_has_64_bits(dtype, row, tmp_path, monkeypatc
     pages = jax.ShapeDtypeStruct((150_000, 64, 8, 128), jnp.dtype(dtype))
     assert 150_000 * 64 * row > 2**33
     slots = jax.ShapeDtypeStruct((3,), jnp.int32)
-    _mosaic.compile_h200(lambda *x: cache_write(*x, implementation="mosaic"), new, new, pages, pages, slots)
+    _aot.compile_h200(lambda *x: cache_write(*x, implementation="mosaic"), new, new, pages, pages, slots)
     (ptx,) = (p.read_text() for p in tmp_path.glob("*.ptx"))
     shift = int(math.log2(row))
     loaded = re.findall(r"ld\.global\.b32\s+%(rd?\d+), \[%rd\d+\];", ptx)
@@ -400,8 +435,16 @@ def test_checked_mode_accepts_good_slots_and_needs_values():
 
 REFUSED = {
     "row": (call(key=jnp.zeros((3, 1, 64)), value=jnp.zeros((3, 1, 64))), "copy"),
-    "head": (per_head(), "int8_token_head"),
-    "int4": (per_head("uint8", 32), "int4_token_head"),
+    "vector": (
+        per_head("int8", 60, key=jnp.zeros((3, 2, 60), jnp.bfloat16), value=jnp.zeros((3, 2, 60), jnp.bfloat16)),
+        "int8_token_head",
+    ),
+    "short": (per_head("uint8", 4, key=jnp.zeros((3, 2, 8)), value=jnp.zeros((3, 2, 8))), "int4_token_head"),
+    "slot": (per_head("uint8", 8, key=jnp.zeros((3, 1, 16)), value=jnp.zeros((3, 1, 16))), "int4_token_head"),
+    "tile": (
+        per_head("int8", 96, key=jnp.zeros((3, 11, 96)), value=jnp.zeros((3, 11, 96))),
+        "int8_token_head",
+    ),
 }
 
 
@@ -409,8 +452,10 @@ REFUSED = {
     ("case", "message"),
     [
         ("row", "a token's keys must be a multiple of 128 numbers, got K=1 heads of 64"),
-        ("head", "one scale a head needs a head dim of 128n or a multiple of 8 heads, got key with K=2 heads of 64"),
-        ("int4", "the Hadamard rotation of int4 caches has no Mosaic form; use the reference"),
+        ("vector", "one scale a head needs key heads of a multiple of 8 numbers, got 60"),
+        ("short", "rotated key heads must hold at least 16 numbers, got 8"),
+        ("slot", "a slot of key codes must be a multiple of 16 bytes, got 8 with K=1"),
+        ("tile", "a tile of whole tokens would hold 16896 numbers, more than 16384, with K=11 heads of 96 and 96"),
     ],
 )
 def test_what_the_kernel_cannot_run(case, message):

@@ -15,8 +15,9 @@ import pytest
 from jaxattn import paged_attention
 from jaxattn.ops._paged_attention_cases import make_inputs
 from jaxattn.ops.paged_attention import MECHANISM
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels import paged_attention as mosaic
+from pallas_kernels.paged_attention import decode, tiled
 
 implementations = pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 D, PAGE = 64, 16
@@ -197,7 +198,7 @@ def test_the_order_of_pages_changes_no_bit(implementation, rng):
 def test_bc67_a_row_does_not_depend_on_its_neighbours(rng):
     """A kernel's row alone, in a chunk of 64 tokens, and among other requests: the same bits.
 
-    The reference makes no such promise: its products have the batch's shape.
+    The reference makes no such promise: its products have the batch's shape. For decoding see the tests of its own.
     """
     chunk = make_inputs(rng, (64,), (70,), H=2, K=1, sinks=True, return_lse=True)
     alone = chunk | {"q": chunk["q"][-1:], "query_start": jnp.array([0, 1])}
@@ -208,8 +209,9 @@ def test_bc67_a_row_does_not_depend_on_its_neighbours(rng):
         "lengths": jnp.array([17, 70, 1]),
         "page_table": jnp.repeat(chunk["page_table"], 3, axis=0),
     }
-    single = run("mosaic", alone)
-    for out, row in ((run("mosaic", chunk), -1), (run("mosaic", several), 3)):
+    config = tiled.Config()
+    single = run("mosaic", alone, config=config)
+    for out, row in ((run("mosaic", chunk, config=config), -1), (run("mosaic", several, config=config), 3)):
         for a, b in zip(out, single, strict=True):
             np.testing.assert_array_equal(bits(a[row]), bits(b[0]))
 
@@ -239,7 +241,8 @@ def test_new_lengths_do_not_compile_again(rng):
 
 # ---------------------------------------------------------------- far away, and configurations
 @pytest.mark.aot
-def test_bc17_pages_are_addressed_by_the_copy_engine(tmp_path, monkeypatch):
+@pytest.mark.parametrize("config", [tiled.Config(), decode.Config(num_shares=33)], ids=["tiled", "decode"])
+def test_bc17_pages_are_addressed_by_the_copy_engine(config, tmp_path, monkeypatch):
     """No offset into this pool fits 32 bits: only TMA, which scales page numbers in 64 bits, may touch it."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
@@ -247,8 +250,8 @@ def test_bc17_pages_are_addressed_by_the_copy_engine(tmp_path, monkeypatch):
     pool = jax.ShapeDtypeStruct((150_000, *args["k_pages"].shape[1:]), jnp.bfloat16)
     assert math.prod(pool.shape) > 2**32
     args |= {"k_pages": pool, "v_pages": pool}
-    _mosaic.compile_h200(lambda args: paged_attention(**args, implementation="mosaic"), args)
-    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx"))
+    _aot.compile_h200(lambda args: paged_attention(**args, implementation="mosaic", config=config), args)
+    (ptx,) = (path.read_text() for path in tmp_path.glob("*.ptx") if "combine" not in path.name)
     assert "cp.async.bulk.tensor" in ptx
     assert set(re.findall(r"ld\.global\S*", ptx)) <= {"ld.global.b32", "ld.global.u32"}, "only table entries"
 
@@ -294,21 +297,30 @@ def test_the_default_is_among_the_configurations(dtype, cache, D):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("dtype", "cache"), [("bfloat16", None), ("float32", None)])
-def test_the_largest_configuration_compiles(dtype, cache):
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "cache"),
+    [
+        (tiled, "bfloat16", None),
+        (tiled, "float32", None),
+        (decode, "bfloat16", None),
+        (decode, "bfloat16", mosaic.FP8),
+        (decode, "float16", mosaic.FP8),
+    ],
+)
+def test_the_largest_configuration_compiles(kernel, dtype, cache):
     """Fails at compile time if the estimate of shared memory is below what the kernel takes."""
     args = shapes(dtype, 128, cache)
-    config = max(mosaic.configs(**args), key=lambda c: c.block_kv * c.num_stages)
+    config = max(kernel.configs(**args), key=lambda c: c.block_kv * c.num_stages)
     arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
     static = {name: x for name, x in args.items() if name not in arrays}
-    _mosaic.compile_h200(lambda arrays: mosaic.paged_attention(config=config, **arrays, **static), arrays)
+    _aot.compile_h200(lambda arrays: mosaic.paged_attention(config=config, **arrays, **static), arrays)
 
 
 def test_configurations_that_cannot_be():
     with pytest.raises(ValueError, match=r"^block_kv must be 16, 32, 64 or 128, got 48$"):
-        mosaic.Config(block_kv=48)
+        tiled.Config(block_kv=48)
     with pytest.raises(ValueError, match=r"^num_stages must lie between 1 and 8, got 0$"):
-        mosaic.Config(num_stages=0)
+        tiled.Config(num_stages=0)
 
 
 @pytest.mark.parametrize(
@@ -333,4 +345,4 @@ def test_configurations_that_cannot_be():
 )
 def test_configurations_that_do_not_fit(args, config, message):
     with pytest.raises(ValueError, match=f"^paged_attention: {re.escape(message)}$"):
-        mosaic.paged_attention(config=mosaic.Config(**config), **shapes(**args))
+        mosaic.paged_attention(config=tiled.Config(**config), **shapes(**args))

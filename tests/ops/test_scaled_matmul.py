@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxattn import quantize_fp8, scaled_matmul
-from jaxattn.ops.scaled_matmul import make_inputs
+from jaxattn.ops.scaled_matmul import MECHANISM, make_inputs
+from pallas_kernels import _mosaic
+from pallas_kernels.scaled_matmul import Config, configs, default_config
 
 E4M3 = "float8_e4m3fn"
 
@@ -43,6 +45,103 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
     else:
         wanted = (a * sa.reshape(-1, 1)) @ (b * sb.reshape(-1, 1)).T
     np.testing.assert_array_equal(scaled_matmul(**args), wanted.astype(np.float32))
+
+
+CONFIGS = {
+    "split": Config(rows=64, features=32, stages=3),
+    "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
+    "rows-128": Config(rows=128, features=64, stages=3, width=1),
+    "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
+    "rows-256": Config(rows=256, features=64, stages=3),
+}
+SHAPE = (133, 1168, 128)
+"""Ragged rows and inputs; 10 blocks of inputs, so that rings turn over and steps are left over."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_way_to_tile_gives_exact_int8_sums(name, rng):
+    args = make_inputs(rng, *SHAPE, codes="int8", azp=True, out_dtype="float32")
+    with _mosaic.interpret():
+        got = scaled_matmul(**args, implementation="mosaic", config=CONFIGS[name])
+    np.testing.assert_array_equal(got, scaled_matmul(**args, implementation="reference"))
+
+
+@pytest.mark.parametrize("scales", ["token", "block"])
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config.rows < 256])
+def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, scales, rng):
+    args = make_inputs(rng, *SHAPE, scales=scales)
+    for operand in ("a", "b"):
+        args[operand] = jnp.asarray(rng.integers(-4, 5, args[operand].shape), E4M3)
+    for scale in ("a_scale", "b_scale"):
+        args[scale] = jnp.asarray(np.exp2(rng.integers(-2, 3, args[scale].shape)), jnp.float32)
+    with _mosaic.interpret():
+        got = scaled_matmul(**args, implementation="mosaic", config=CONFIGS[name])
+    np.testing.assert_array_equal(got, scaled_matmul(**args, implementation="reference"))
+
+
+def test_rows_beyond_the_end_are_neither_read_nor_written(rng):
+    """A row of NaN and a row of infinities in the codes' tile spoil no other row."""
+    args = make_inputs(rng, 5, 256, 64)
+    clean = scaled_matmul(**args, implementation="reference")
+    args["a"] = args["a"].at[3].set(jnp.nan)
+    with _mosaic.interpret():
+        got = scaled_matmul(**args, implementation="mosaic")
+    kept = np.array([0, 1, 2, 4])
+    np.testing.assert_array_equal(np.asarray(got)[kept], np.asarray(clean)[kept])
+    assert np.isnan(np.asarray(got)[3].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("N", "F", "scales", "codes", "expected"),
+    [
+        (64, 4096, "block", E4M3, Config(rows=64, features=32, stages=8)),
+        (1, 18432, "token", E4M3, Config(rows=64, features=64, stages=6)),
+        (128, 4096, "block", E4M3, Config(rows=64, features=64, stages=6)),
+        (4096, 4096, "block", E4M3, Config(rows=128, features=128, stages=6, cluster=2)),
+        (4096, 4096, "token", "int8", Config(rows=256, features=128, stages=4)),
+    ],
+)
+def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
+    blocks = {"token": ((N,), (F,)), "block": ((N, 56), (F // 128, 56))}[scales]
+    shapes = {"a": ((N, 7168), codes), "b": ((F, 7168), codes)}
+    shapes |= {"a_scale": (blocks[0], "float32"), "b_scale": (blocks[1], "float32")}
+    args = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+    prepared = MECHANISM.prepare(**args, block=128 if scales == "block" else None)
+    assert default_config(**prepared) == expected
+    assert expected in list(configs(**prepared))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 96}, "rows must be 64, 128 or 256, got 96"),
+        ({"features": 8}, "features must be 16, 32, 64 or 128, got 8"),
+        ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
+        ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+    ],
+)
+def test_wrong_configurations(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(rows=256), "rows=256 leaves no registers for float32 sums beside products; use 128"),
+        (Config(cluster=2), "cluster=2 needs output features in multiples of 256, got 128"),
+        (
+            Config(rows=128, features=128, stages=8),
+            "rows=128, features=128, stages=8 needs 279552 bytes of shared memory, more than 232448; "
+            "use smaller values",
+        ),
+    ],
+)
+def test_configurations_that_do_not_fit(config, message, rng):
+    args = make_inputs(rng, 5, 256, 128)
+    with _mosaic.interpret(), pytest.raises(ValueError, match=f"^scaled_matmul: {re.escape(message)}(\n|$)"):
+        scaled_matmul(**args, implementation="mosaic", config=config)
 
 
 def test_quantize_multiply_is_near_the_product(rng):

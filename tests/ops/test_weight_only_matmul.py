@@ -1,5 +1,6 @@
 """What weight-only products promise: the product with the dequantized weight, in every format."""
 
+import contextlib
 import re
 
 import jax
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 
 from jaxattn import weight_only_matmul
-from jaxattn.ops.weight_only_matmul import MECHANISM, make_inputs
-from jaxattn.quant import weights
+from jaxattn.ops._weight_only_matmul_cases import make_inputs
+from jaxattn.ops.weight_only_matmul import MECHANISM
+from jaxattn.quant import tiles, weights
+from pallas_kernels import _mosaic
+from pallas_kernels.weight_only_matmul import Config, configs, default_config
 from parity.twins import weight_only_matmul as twin
 
-SMOKE = [c for c in MECHANISM.cases if "smoke" in c.tags]
+SMOKE = [c for c in MECHANISM.cases if "smoke" in c.tags and "tiled" not in c.name]
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda c: c.name)
@@ -37,6 +41,167 @@ def test_every_format_is_near_the_weight_it_was_made_of(format, rng):
     got = np.asarray(weight_only_matmul(**(again | {"x": args["x"]})), np.float64)
     lost = np.linalg.norm(got - x @ W) / np.linalg.norm(x @ W)
     assert lost < (2.0**-4 if format in ("int8", "fp8", "mxfp8") else 2.0**-2)
+
+
+PAIRS = 2.0**-16
+"""Half an ulp of bfloat16's bfloat16 remainder, twice: what two numbers lose of a float32 scale."""
+
+
+@pytest.mark.parametrize("M", [256, 400])
+@pytest.mark.parametrize("format", weights.FORMATS)
+def test_tiles_hold_the_weight(format, M, rng):
+    """Packing moves codes and scales, and rounds nothing but float32 scales of blocks, which become pairs."""
+    M = M if format in ("gptq", "awq", "int8", "fp8", "wna16") else 256
+    args = make_inputs(rng, 8, M, 128, format, group=80 if M == 400 else 32)
+    given = {name: value for name, value in args.items() if name != "x"}
+    packed = tiles.pack(M=M, dtype="bfloat16", **given)
+    assert packed.pop("tiled")
+    inexact = format in ("nf4", "fp4", "nvfp4")  # nvfp4: (code * block) * scale instead of code * (block * scale)
+    dtype = "float32" if inexact else "bfloat16"
+    got, wanted = tiles.dequantize(M=M, dtype=dtype, **packed), weights.dequantize(M=M, dtype=dtype, **given)
+    got, wanted = (np.asarray(x).astype(np.float64) for x in (got, wanted))
+    if inexact:
+        assert (np.abs(got - wanted) <= PAIRS * np.abs(wanted)).all()
+    else:
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_tiles_sort_act_order(rng):
+    args = make_inputs(rng, 8, 256, 64, "gptq", act_order=True)
+    given = {name: value for name, value in args.items() if name != "x"}
+    packed = tiles.pack(M=256, dtype="bfloat16", **given)
+    order = np.asarray(packed["g_idx"])
+    assert (np.diff(np.asarray(args["g_idx"])[order]) >= 0).all()
+    assert packed.pop("tiled")
+    got = tiles.dequantize(M=256, dtype="bfloat16", **packed)
+    np.testing.assert_array_equal(got, weights.dequantize(M=256, dtype="bfloat16", **given))
+    given["g_idx"] = jnp.arange(256, dtype=jnp.int32) // 64
+    assert "g_idx" not in tiles.pack(M=256, dtype="bfloat16", **given)
+
+
+def test_tiles_refuse(rng):
+    args = make_inputs(rng, 8, 256, 64, "gptq", act_order=True)
+    given = {name: value for name, value in args.items() if name != "x"}
+    wrong = {
+        "tiles.pack: the 4 groups of g_idx must have equal sizes, got [256, 0, 0, 0]": {
+            "g_idx": jnp.zeros(256, jnp.int32)
+        },
+        "tiles.pack: x must be bfloat16 or float16, got float32": {"dtype": "float32"},
+        "tiles.pack: the output features must be a multiple of 64, got 32; pad the weight": {
+            "w": given["w"][:, :32],
+            "scales": given["scales"][:, :32],
+            "zeros": given["zeros"][:, :4],
+        },
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            tiles.pack(**({"M": 256, "dtype": "bfloat16"} | given | changes))
+    traced = "tiles.pack: values of g_idx must be known, got a traced array; pack outside jit"
+    with pytest.raises(ValueError, match=f"^{traced}(\n|$)"):
+        jax.jit(lambda g: tiles.pack(M=256, dtype="bfloat16", **(given | {"g_idx": g}))["w"])(given["g_idx"])
+
+
+CONFIGS = {
+    "own-features": Config(tokens=64, warpgroups=2, stages=2),
+    "own-features-cluster": Config(tokens=16, warpgroups=2, stages=2, cluster=2),
+    "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
+    "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
+    "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
+    """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
+    args = make_inputs(rng, 21, 656, 256, "gptq", group=656)
+    args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), jnp.bfloat16)
+    args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), jnp.bfloat16)
+    with _mosaic.interpret():
+        got = weight_only_matmul(**args, implementation="mosaic", config=CONFIGS[name])
+    np.testing.assert_array_equal(got, weight_only_matmul(**args, implementation="reference"))
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block", "mxfp8"])
+def test_a_nan_code_spoils_its_output_feature(kind, rng):
+    """Both signs, in the tiles' first and last input; and no other feature."""
+    w = np.clip(rng.standard_normal((128, 256)), -3, 3).astype(np.float32)
+    w[3, 0], w[70, 255] = np.nan, -np.nan
+    w = jnp.asarray(w).astype("float8_e4m3fn")
+    scales = {
+        "fp8-channel": jnp.ones((128, 1)),
+        "fp8-block": jnp.ones((1, 2)),
+        "mxfp8": jnp.full((128, 8), 127, jnp.uint8),
+    }[kind]
+    x = jnp.asarray(rng.standard_normal((3, 256)), jnp.bfloat16)
+    args = {"format": kind.partition("-")[0]}
+    packed = tiles.pack(w, scales, M=256, dtype="bfloat16", **args)
+    with _mosaic.interpret() if _mosaic.why_not_here() else contextlib.nullcontext():
+        kernel = np.asarray(weight_only_matmul(x, **packed, implementation="mosaic"), np.float32)
+    want = np.zeros((3, 128), bool)
+    want[:, [3, 70]] = True
+    np.testing.assert_array_equal(np.isnan(kernel), want)
+    for given in (packed, {"w": w, "scales": scales, **args}):
+        o = np.asarray(weight_only_matmul(x, **given, implementation="reference"), np.float32)
+        np.testing.assert_array_equal(np.isnan(o), want)
+
+
+def test_a_row_of_nan_spoils_no_other(rng):
+    args = make_inputs(rng, 5, 256, 64, "mxfp4")
+    clean = np.asarray(weight_only_matmul(**args, implementation="reference")).astype(np.float32)
+    args["x"] = args["x"].at[2].set(jnp.nan)
+    with _mosaic.interpret():
+        got = np.asarray(weight_only_matmul(**args, implementation="mosaic")).astype(np.float32)
+    assert np.isnan(got[2]).all()
+    kept = [0, 1, 3, 4]
+    np.testing.assert_array_equal(got[kept], clean[kept])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 24}, "tokens must be 8, 16, 32, 64, 128 or 256, got 24"),
+        ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
+        ({"deep": 3}, "deep must be 1 or 2, got 3"),
+        ({"cluster": 3}, "cluster must be 1, 2 or 4, got 3"),
+        ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+    ],
+)
+def test_wrong_configurations(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Config(tokens=128, warpgroups=4, split=True),
+            "4 warpgroups have registers for 64 activation rows, got tokens=128",
+        ),
+        (
+            Config(tokens=8, warpgroups=2, cluster=4),
+            "cluster=4 needs output features in multiples of 512, got 64",
+        ),
+        (
+            Config(tokens=256, stages=4),
+            "tokens=256, warpgroups=2, deep=1, stages=4 needs 316416 bytes of shared memory, more than 232448; use "
+            "smaller values",
+        ),
+    ],
+)
+def test_configurations_that_do_not_fit(config, message, rng):
+    args = make_inputs(rng, 5, 256, 64, "gptq")
+    expected = f"^weight_only_matmul: {re.escape(message)}(\n|$)"
+    with _mosaic.interpret(), pytest.raises(ValueError, match=expected):
+        weight_only_matmul(**args, implementation="mosaic", config=config)
+
+
+def test_every_default_configuration_fits():
+    for N in (1, 9, 33, 65, 129):
+        for bits in (4, 8):
+            sizes = {"N": N, "M": 2880, "F": 2880, "bits": bits}
+            assert default_config(**sizes) in list(configs(**sizes)), sizes
 
 
 def test_every_format_has_a_case():

@@ -5,7 +5,8 @@ that share a KV head. It walks over the blocks of `block_kv` keys that some row 
 into a ring of `num_stages` slots, with an online softmax in base 2 between two wgmma products.
 
 Products accumulate in float32. bfloat16 and float16 operands stay as they are, P is rounded to the dtype of q. Codes of
-a float8_e4m3fn cache times the scale are rounded to q's dtype on their way into wgmma's tiles. float32 operands are
+a float8_e4m3fn cache times the scale are rounded to q's dtype on their way into wgmma's tiles; codes with a scale per
+token and head become bfloat16 (`_per_head`), and a float16 q or P two bfloat16 terms. float32 operands are
 split in three bfloat16 terms and the six largest of nine products are added, smallest first: what is dropped is about
 2**-24 of a product, with wgmma's truncating accumulation within a block about 2**-20; it is not TF32.
 """
@@ -25,25 +26,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, PRODUCTS, ROW
+from pallas_kernels.paged_attention import _common as common
+from pallas_kernels.paged_attention import _per_head as per_head
+from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, PIECE, ROWS
 
-ROWS = 64
-"""Rows of a tile: the M of one wgmma."""
-BLOCKS = PAGES = (16, 32, 64, 128)
-HEAD_DIMS = (64, 128, 256)
+BLOCKS = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16", "float32")
-FP8 = "float8_e4m3fn"
-PIECE = 64
-"""Columns that go through registers together on their way to a tile; a whole block would spill."""
-OPTIONAL = ("k_scale", "v_scale", "sinks", "sums", "tiles", "p_tile")
+OPTIONAL = (*per_head.OPTIONAL, "k_scale", "v_scale", "sinks", "sums", "tiles", "p_tile")
 """References that a kernel may do without."""
-_FAR = 2**30
 
 f32, i32 = jnp.float32, jnp.int32
 
 
 # ---------------------------------------------------------------- configuration and legality
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(common.Config):
     """How a tile walks over its keys."""
 
     block_kv: int = 64
@@ -71,7 +68,9 @@ class _Plan:
     page: int
     pages: int
     dtype: Any
+    out_dtype: Any
     cache_dtype: Any
+    per_head: bool
     scale: float
     causal: bool
     window: int | None
@@ -107,17 +106,31 @@ class _Plan:
     @property
     def terms(self) -> int:
         """16-bit terms that an operand is split into for wgmma."""
-        return 3 if self.dtype.itemsize == 4 else 1
+        if self.dtype.itemsize == 4:
+            return 3
+        return 2 if self.per_head and self.dtype.name == "float16" else 1
+
+    @property
+    def cache_terms(self) -> int:
+        """Terms of keys and values."""
+        return 1 if self.per_head else self.terms
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Terms of q or P and of the cache whose products are added, smallest first."""
+        if self.cache_terms == 1:
+            return tuple((a, 0) for a in reversed(range(self.terms)))
+        return PRODUCTS
 
     @property
     def operand(self):
         """Dtype that wgmma multiplies."""
-        return jnp.dtype(jnp.bfloat16) if self.terms == 3 else self.dtype
+        return jnp.dtype(jnp.bfloat16) if self.terms > 1 or self.per_head else self.dtype
 
     @property
     def restage(self) -> bool:
         """The cache is not what wgmma reads: convert each block."""
-        return self.cache_dtype != self.operand
+        return self.per_head or self.cache_dtype != self.operand
 
     @property
     def columns(self) -> int:
@@ -134,25 +147,24 @@ class _Plan:
         """Columns of o per accumulator; float32 needs a second one of the same size."""
         return 64 if self.terms == 3 else self.columns
 
+    def row_of(self, token, head):
+        """Row of a token, counted from the tile's first, and a head of the op."""
+        head = head % self.block_g
+        return token * self.block_g + head if self.token_major else head * self.block_q + token
+
+    @property
+    def rows_dtype(self):
+        """Dtype of rows of q and o on their way."""
+        return self.out_dtype if self.out_dtype.itemsize > self.dtype.itemsize else self.dtype
+
     @property
     def swizzle(self) -> int:
         """Bytes of a swizzle span of every tile; wgmma steps through the keys of P and V by as much."""
         return min(128, 2 * self.block_kv)
 
 
-def _plan(config: Config, *, q, k_pages, page_table, scale, causal, window, softcap, **_) -> _Plan:
-    letters = ("N", "H", "D", "pool", "page", "K", "D", "B", "pages")
-    return _Plan(
-        **dict(zip(letters, (*q.shape, *k_pages.shape, *page_table.shape), strict=True)),
-        dtype=jnp.dtype(q.dtype),
-        cache_dtype=jnp.dtype(k_pages.dtype),
-        scale=scale,
-        causal=causal,
-        window=None if window is None else min(window, _FAR),
-        softcap=softcap,
-        interpreted=_mosaic.interpreting(),
-        **dataclasses.asdict(config),
-    )
+def _plan(config: Config, **args) -> _Plan:
+    return _Plan(**common.facts(config, **args))
 
 
 def why_not(**args) -> str | None:
@@ -160,7 +172,10 @@ def why_not(**args) -> str | None:
     x = _plan(Config(), **args)
     if x.dtype.name not in DTYPES:
         return f"q must be {_mosaic.either(DTYPES)}, got {x.dtype.name}"
-    if x.cache_dtype.name not in (x.dtype.name, FP8):
+    if x.per_head:
+        if reason := per_head.why_not(x):
+            return reason
+    elif x.cache_dtype.name not in (x.dtype.name, FP8):
         return f"the cache must be {_mosaic.either((x.dtype.name, FP8))}, got {x.cache_dtype.name}"
     if x.D not in HEAD_DIMS:
         return f"the head dim must be {_mosaic.either(HEAD_DIMS)}, got {x.D}"
@@ -175,7 +190,9 @@ def default_config(**args) -> Config:
     """Two steps in flight, sized to leave room for several thread blocks per multiprocessor; not tuned."""
     x = _plan(Config(), **args)
     wide = x.D == 256
-    return Config(block_kv=(32 if wide else 64) if x.terms == 1 else 16 if wide else 32, num_stages=2)
+    if x.cache_terms == 1:
+        return Config(block_kv=32 if wide or x.terms > 1 else 64)
+    return Config(block_kv=16 if wide else 32)
 
 
 def configs(**args) -> Iterator[Config]:
@@ -188,9 +205,9 @@ def configs(**args) -> Iterator[Config]:
 
 
 def _illegal(x: _Plan) -> str | None:
-    if x.block_kv == 16 and (x.terms, x.D) != (3, 256):
+    if x.block_kv == 16 and (x.cache_terms, x.D) != (3, 256):
         return f"block_kv=16 is for float32 with head dim 256 only, got {x.dtype.name} with {x.D}; use 32 or more"
-    most = 32 if x.terms == 3 else 64 if x.restage or x.D == 256 else 128  # beyond these ptxas spills registers
+    most = 32 if x.terms > 1 else 64 if x.restage or x.D == 256 else 128  # beyond these ptxas spills registers
     if x.block_kv > most:
         return f"block_kv must be at most {most} for {x.dtype.name} on {x.cache_dtype.name} of {x.D}, got {x.block_kv}"
     if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
@@ -209,14 +226,15 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     swizzled = _mosaic.swizzled(x.swizzle, bytes_per_value=2)
 
     def ring(columns):
-        shape = x.num_stages, x.block_kv, columns
+        shape = x.num_stages, x.block_kv, columns * per_head.width(x) // x.D
         return plgpu.SMEM(shape, x.cache_dtype, transforms=() if x.restage else swizzled)
 
-    arrivals = plgpu.Barrier(num_arrivals=max(1, x.block_kv // x.page), num_barriers=x.num_stages)
+    copies = (1 + x.per_head) * max(1, x.block_kv // x.page)
+    arrivals = plgpu.Barrier(num_arrivals=copies, num_barriers=x.num_stages)
     # named, or Mosaic looks for them long; wider rows stay plain
-    spans = _mosaic.swizzled(128, bytes_per_value=x.dtype.itemsize, rows=1) if x.row_piece == PIECE else ()
+    spans = _mosaic.swizzled(128, bytes_per_value=x.rows_dtype.itemsize, rows=1) if x.row_piece == PIECE else ()
     scratch = {
-        "rows": plgpu.SMEM((x.columns // x.row_piece, ROWS, x.row_piece), x.dtype, transforms=spans),
+        "rows": plgpu.SMEM((x.columns // x.row_piece, ROWS, x.row_piece), x.rows_dtype, transforms=spans),
         "q_tile": plgpu.SMEM((x.terms, ROWS, x.D), x.operand, transforms=swizzled),
         "k_ring": ring(x.D),
         "v_ring": ring(x.columns),
@@ -225,7 +243,8 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         "v_bar": arrivals,
     }
     if x.restage:
-        scratch["tiles"] = plgpu.SMEM((x.terms, x.block_kv, x.D), x.operand, transforms=swizzled)
+        scratch["tiles"] = plgpu.SMEM((x.cache_terms, x.block_kv, x.D), x.operand, transforms=swizzled)
+    scratch |= per_head.scratch(x)
     if x.interpreted:
         scratch["p_tile"] = plgpu.SMEM((x.terms, ROWS, x.block_kv), x.operand)
     return scratch
@@ -247,9 +266,11 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     inputs = {name: args[name] for name in ("q", "k_pages", "v_pages", "page_table", "lengths", "query_start")}
     scales = {name: args[name] for name in ("k_scale", "v_scale") if args[name] is not None}
     inputs |= {name: scale.astype(f32).reshape(1) for name, scale in scales.items()}
+    inputs |= per_head.inputs(x, args)
+    inputs["q"] = args["q"].astype(x.rows_dtype)
     if args["sinks"] is not None:
         inputs["sinks"] = _sink_rows(x, args["sinks"])
-    outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.dtype)}
+    outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.rows_dtype)}
     if return_lse:
         outputs["sums"] = jax.ShapeDtypeStruct((x.grid[2], x.grid[1], 2, ROWS), f32)
 
@@ -269,7 +290,7 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
             reduction_scratch_bytes=0,  # row reductions stay within four lanes
         ),
     )(*inputs.values())
-    return (o, _lse(x, sums[0], args["query_start"])) if return_lse else o
+    return (o, common.lse(x, sums[0], args["query_start"])) if return_lse else o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,30 +318,12 @@ def _row_token(x: _Plan, row):
     return lax.div(row, i32(x.block_g)) if x.token_major else lax.rem(row, i32(x.block_q))
 
 
-def _row_of(x: _Plan, token, head):
-    """Row of a token and head, both counted from the tile's first."""
-    return token * x.block_g + head if x.token_major else head * x.block_q + token
-
-
 def _sink_rows(x: _Plan, sinks):
     """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, ROWS]."""
     row = jnp.arange(ROWS)
     head = row % x.block_g if x.token_major else jnp.minimum(row // x.block_q, x.block_g - 1)
     sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
     return sinks.reshape(-1, x.block_g)[:, head]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _lse(x: _Plan, sums, query_start):
-    """Log-sum-exp [N, H] from maximum and sum of the rows of all tiles [slots, chunks, 2, ROWS]."""
-    token, head = jnp.arange(x.N)[:, None], jnp.arange(x.H)[None]
-    start = jnp.clip(query_start, 0, x.N)
-    b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
-    first = start[b]
-    slot = first // x.block_q + b + (token - first) // x.block_q
-    row = _row_of(x, (token - first) % x.block_q, head % x.block_g)
-    m, total = (sums[slot, head // x.block_g, i, row] for i in range(2))
-    return jnp.where((b < x.B) & (total > 0), m * (1 / LOG2E) + jnp.log(total), -jnp.inf)
 
 
 # ---------------------------------------------------------------- device code
@@ -362,7 +365,8 @@ def _block(x: _Plan, r: Any) -> None:
 def _attend(x: _Plan, r: Any, t: _Tile) -> None:
     """Online softmax over the tile's keys, sink, output."""
     block_kv, num_stages = x.block_kv, x.num_stages
-    low, high, full_low, full_high = _range(x, t)
+    mask = {"causal": x.causal, "window": x.window, "length": t.length}
+    low, high, full_low, full_high = common.key_range(position=t.position, count=t.count, **mask)
     first = lax.div(low, i32(block_kv))
     last = jnp.where(high > low, lax.div(high + (block_kv - 1), i32(block_kv)), first)
     full_first = jnp.clip(lax.div(full_low + (block_kv - 1), i32(block_kv)), first, last)
@@ -383,12 +387,17 @@ def _attend(x: _Plan, r: Any, t: _Tile) -> None:
         rows = min(x.page, block_kv)
         offset = lax.rem(j * block_kv, i32(x.page)) if block_kv < x.page else 0
         for i, number in enumerate(pages):
-            plgpu.copy_gmem_to_smem(
-                pool.at[number, pl.ds(offset, rows), kv_head, columns], ring.at[to, pl.ds(i * rows, rows)], bars.at[to]
-            )
+            place = pl.ds(i * rows, rows)
+            source = pool.at[number, pl.ds(offset, rows), kv_head, columns]
+            plgpu.copy_gmem_to_smem(source, ring.at[to, place], bars.at[to])
+            if x.per_head:
+                per_head.fetch(x, r, ring, (number, offset), (to, i * rows), rows, bars.at[to])
 
-    fetch_k = functools.partial(fetch, r.k_pages, r.k_ring, r.k_bar, pl.ds(0, x.D))
-    fetch_v = functools.partial(fetch, r.v_pages, r.v_ring, r.v_bar, pl.ds(t.column0, x.columns))
+    packed = x.D // per_head.width(x)
+    fetch_k = functools.partial(fetch, r.k_pages, r.k_ring, r.k_bar, pl.ds(0, x.D // packed))
+    fetch_v = functools.partial(
+        fetch, r.v_pages, r.v_ring, r.v_bar, pl.ds(lax.div(t.column0, i32(packed)), x.columns // packed)
+    )
 
     def prefetch(j, pages):
         fetch_k(j, pages)
@@ -408,16 +417,22 @@ def _attend(x: _Plan, r: Any, t: _Tile) -> None:
         more = j + num_stages < last
         ahead = page_numbers(jnp.minimum(j + num_stages, last - 1))
         plgpu.barrier_wait(r.k_bar.at[at])
-        k = _operand(x, r, r.k_ring.at[at], k_scale, None)
+        scales = per_head.columns(x, r.k_scales.at[at], kv_head) if x.per_head else None
+        k = _operand(x, r, r.k_ring.at[at], k_scale, None, (r.k_scales, at, kv_head))
         s = _scores(x, r, k)
+        s = s if scales is None else s * per_head.down(scales, s)
         pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         if masked:
-            s = jnp.where(_visible(x, t.position + token, j * block_kv + column, t.length), s, -jnp.inf)
+            seen = common.visible(position=t.position + token, key=j * block_kv + column, **mask)
+            s = jnp.where(seen, s, -jnp.inf)
         (m, total, o), p = softmax.update(state, s, sharp)
         plgpu.barrier_wait(r.v_bar.at[at])
-        v = _operand(x, r, r.v_ring.at[at], v_scale, (j * block_kv, low, high) if masked else None)
+        hole = (j * block_kv, low, high) if masked else None
+        if x.per_head:
+            p = p * per_head.down(per_head.columns(x, r.v_scales.at[at], kv_head, hole), p)
+        v = _operand(x, r, r.v_ring.at[at], v_scale, hole, (r.v_scales, at, kv_head))
         o = _add_product(x, r, o, p, v)
         pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
         return m, total, o
@@ -440,30 +455,6 @@ def _attend(x: _Plan, r: Any, t: _Tile) -> None:
     _store(x, r, softmax.output(state), t)
 
 
-def _range(x: _Plan, t: _Tile):
-    """Keys [low, high) that some row sees, and a range [full_low, full_high) that every row sees."""
-    position, length, final = t.position, t.length, t.position + t.count - 1
-    low, full_low, high, full_high = i32(0), i32(0), length, length
-    if x.window is not None:
-        low = jnp.maximum(position - (x.window - 1), 0)
-        full_low = jnp.maximum(final - (x.window - 1), 0)
-    if x.causal:
-        high, full_high = jnp.minimum(final + 1, length), jnp.minimum(position + 1, length)
-    elif x.window is not None:
-        high, full_high = jnp.minimum(final + x.window, length), jnp.minimum(position + x.window, length)
-    return low, jnp.maximum(high, 0), full_low, jnp.maximum(full_high, 0)
-
-
-def _visible(x: _Plan, position, key, length):
-    """Pairs of a query position and a key that attend."""
-    visible = key <= position if x.causal else key < length
-    if x.window is not None:
-        visible &= position - key < x.window
-        if not x.causal:
-            visible &= key - position < x.window
-    return visible
-
-
 def _load_q(x: _Plan, r: Any, t: _Tile) -> None:
     """Bring the tile's rows of q into shared memory as wgmma reads them, split in terms."""
     width = x.row_piece
@@ -481,17 +472,18 @@ def _load_q(x: _Plan, r: Any, t: _Tile) -> None:
             rows = r.rows.at[piece // width]
             if width > PIECE:
                 rows = rows.at[:, pl.ds(piece % width, PIECE)]
-            value = plgpu.load(rows, layout=_mosaic.strips(x.dtype, x.swizzle), optimized=x.swizzle == 128)
+            value = plgpu.load(rows, layout=_mosaic.strips(x.rows_dtype, x.swizzle), optimized=x.swizzle == 128)
+            value = value.astype(f32) if x.terms == 2 else value
             for i, term in enumerate(softmax.split(value, x.terms, x.operand)):
                 r.q_tile[i, :, pl.ds(column + piece, PIECE)] = term
         plgpu.commit_smem()
 
 
-def _operand(x: _Plan, r: Any, raw, scale, bounds) -> Callable[[Any], Any]:
+def _operand(x: _Plan, r: Any, raw, scale, bounds, per_token) -> Callable[[Any], Any]:
     """Term -> tile of a block for wgmma, converted if need be.
 
     `bounds` (block start, low, high) names the keys that some row sees; the others are made zero, because a product
-    with P = 0 would let their NaN through.
+    with P = 0 would let their NaN through. `per_token` says where the scales of the block's tokens lie.
     """
     (rows, columns), layout = raw.shape, _mosaic.strips(raw.dtype, x.swizzle)
     pieces = [pl.ds(column, PIECE) for column in range(0, columns, PIECE)]
@@ -503,13 +495,17 @@ def _operand(x: _Plan, r: Any, raw, scale, bounds) -> Callable[[Any], Any]:
         row = plgpu.broadcasted_iota(i32, value.shape, 0, layout=layout)
         return jnp.where((row >= low - start) & (row < high - start), value, jnp.zeros_like(value))
 
-    if x.restage:
+    if x.per_head:
+        for column, value in per_head.pieces(x, raw, per_token, layout, x.swizzle // 2):
+            r.tiles[0, :, pl.ds(column, PIECE)] = cleared(value)
+    elif x.restage:
         for piece in pieces:
             value = plgpu.load(raw.at[:, piece], layout=layout).astype(f32)
             if scale is not None:
                 value = value * scale
             for i, term in enumerate(softmax.split(cleared(value.astype(x.dtype)), x.terms, x.operand)):
                 r.tiles[i, :, piece] = term
+    if x.restage:
         plgpu.commit_smem()
         return lambda i: r.tiles.at[i]
     if bounds is not None:
@@ -532,9 +528,9 @@ def _scores(x: _Plan, r: Any, k: Callable[[Any], Any]):
             plgpu.wgmma(acc, r.q_tile.at[0], k(0).T)
         else:  # a loop: unrolled, the addresses of all operands would wait in registers
 
-            @pl.loop(0, len(PRODUCTS))
+            @pl.loop(0, len(x.products))
             def _(n):
-                a, b = (softmax.lookup(terms, n) for terms in zip(*PRODUCTS, strict=True))
+                a, b = (softmax.lookup(terms, n) for terms in zip(*x.products, strict=True))
                 plgpu.wgmma(acc, r.q_tile.at[a], k(b).T)
 
         return acc[...]
@@ -552,7 +548,7 @@ def _add_product(x: _Plan, r: Any, o: tuple, p, v: Callable[[Any], Any]) -> tupl
         terms = [r.p_tile.at[i] for i in range(x.terms)]
 
     def product(acc, columns):
-        for a, b in PRODUCTS if x.terms == 3 else ((0, 0),):
+        for a, b in x.products if x.terms > 1 else ((0, 0),):
             plgpu.wgmma(acc, terms[a], v(b).at[:, columns])
 
     def fresh(acc, columns):
@@ -575,7 +571,7 @@ def _store(x: _Plan, r: Any, o: tuple, t: _Tile) -> None:
     width = x.row_piece
     for i, chunk in enumerate(o):
         for column in range(0, x.out_chunk, width):
-            r.rows[(i * x.out_chunk + column) // width] = chunk[:, column : column + width].astype(x.dtype)
+            r.rows[(i * x.out_chunk + column) // width] = chunk[:, column : column + width].astype(x.rows_dtype)
     plgpu.commit_smem()
 
     def copy(row, rows, tokens, heads):

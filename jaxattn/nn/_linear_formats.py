@@ -1,0 +1,324 @@
+"""What each format of a linear layer stores, how a weight gets there and how the layer multiplies with it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxattn.ops.quantize_fp8 import quantize_fp8
+from jaxattn.ops.quantize_int8 import quantize_int8
+from jaxattn.ops.scaled_matmul import scaled_matmul
+from jaxattn.ops.weight_only_matmul import weight_only_matmul
+from jaxattn.quant import awq, fp8, gptq, int8, marlin, mx, nf4, nvfp4
+from jaxattn.quant import primitives as p
+
+BLOCK = 128
+
+type Tensors = dict[str, Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a layer was made for."""
+
+    inputs: int
+    outputs: int
+    dtype: str
+    group: int
+    bits: int
+    ue8m0: bool
+    implementation: str | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A stored tensor; `shape` has one number for each axis."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format: its tensors under their names in checkpoints, and its arithmetic."""
+
+    what: str
+    tensors: Callable[[Options], dict[str, Tensor]]
+    quantize: Callable[[Float[Array, "F M"], Options], Tensors]
+    """Tensors of a weight, one row per output feature, rounded to nearest."""
+    apply: Callable[[Float[Array, "N M"], Mapping[str, Array | None], Options], Float[Array, "N F"]]
+    multiple_inputs: Callable[[Options], int] = lambda options: 1
+    """Input features must be a multiple of this."""
+    multiple_outputs: Callable[[Options], int] = lambda options: 1
+    aliases: Mapping[str, tuple[str, Callable[[Array], Array]]] | None = None
+    """Another name of a tensor -> its name here and how it is converted."""
+
+
+def _inverse(x: Array) -> Array:
+    return p.inverse(jnp.asarray(x, jnp.float32).reshape(()))
+
+
+# ---------------------------------------------------------------- FP8 and INT8 activations
+def _fp8_tensors(options: Options, *scale: int, name: str = "weight_scale", static: bool = False) -> dict[str, Tensor]:
+    found = {"weight": Tensor((options.outputs, options.inputs), fp8.E4M3), name: Tensor(scale, "float32")}
+    return found | ({"input_scale": Tensor((), "float32", required=False)} if static else {})
+
+
+def _fp8_apply(x, t, options: Options, granularity: str):
+    scale = t.get("input_scale")
+    kind: Any = "tensor" if scale is not None else granularity
+    q, s = quantize_fp8(x, granularity=kind, scale=scale, implementation=options.implementation)
+    return scaled_matmul(
+        q, t["weight"], s, t["weight_scale"], out_dtype=options.dtype, implementation=options.implementation
+    )
+
+
+def _fp8_block_apply(x, t, options: Options):
+    q, s = quantize_fp8(x, granularity="group", ue8m0=options.ue8m0, implementation=options.implementation)
+    return scaled_matmul(
+        q,
+        t["weight"],
+        s,
+        t["weight_scale_inv"],
+        block=BLOCK,
+        out_dtype=options.dtype,
+        implementation=options.implementation,
+    )
+
+
+def _named(*names: str):
+    """What a quantizer returns, under names."""
+    return lambda arrays: dict(zip(names, arrays, strict=True))
+
+
+def _int8_tensors(options: Options) -> dict[str, Tensor]:
+    return {
+        "weight": Tensor((options.outputs, options.inputs), "int8"),
+        "weight_scale": Tensor((options.outputs, 1), "float32"),
+        "input_scale": Tensor((), "float32", required=False),
+        "input_zero_point": Tensor((), "int32", required=False),
+    }
+
+
+def _int8_apply(x, t, options: Options, symmetric: bool):
+    if t.get("input_scale") is not None:
+        how = {"granularity": "tensor", "scale": t["input_scale"], "azp": t.get("input_zero_point")}
+    else:
+        how = {"granularity": "token", "symmetric": symmetric}
+    q, s, *azp = quantize_int8(x, **how, implementation=options.implementation)
+    return scaled_matmul(
+        q,
+        t["weight"],
+        s,
+        t["weight_scale"],
+        azp=azp[0] if azp else None,
+        out_dtype=options.dtype,
+        implementation=options.implementation,
+    )
+
+
+def _int8_quantize(w, options: Options):
+    del options
+    q, s, _ = int8.quantize(w, "channel")
+    return {"weight": q, "weight_scale": s}
+
+
+# ---------------------------------------------------------------- weight only
+def _weight_only(format: Any, w: str, scales: str, **more: str):
+    """`apply` of a weight-only format; `more` maps arguments of the op to tensors."""
+
+    def apply(x, t, options: Options):
+        return weight_only_matmul(
+            x,
+            t[w],
+            t[scales],
+            format=format,
+            bits=options.bits,
+            implementation=options.implementation,
+            **{name: t[tensor] for name, tensor in more.items()},
+        )
+
+    return apply
+
+
+def _gptq_tensors(options: Options) -> dict[str, Tensor]:
+    M, F, bits = options.inputs, options.outputs, options.bits
+    return {
+        "qweight": Tensor((M * bits // 32, F), "int32"),
+        "qzeros": Tensor((M // options.group, F * bits // 32), "int32"),
+        "scales": Tensor((M // options.group, F), options.dtype),
+        "g_idx": Tensor((M,), "int32", required=False),
+    }
+
+
+def _gptq(version: int) -> Format:
+    def quantize(w, options: Options):
+        found = gptq.quantize(w.T, options.bits, options.group, symmetric=version == 1, version=version)
+        return _named("qweight", "qzeros", "scales", "g_idx")(found)
+
+    return Format(
+        what=f"GPTQ version {version}, 2, 3, 4 or 8 bits",
+        tensors=_gptq_tensors,
+        quantize=quantize,
+        apply=_weight_only("gptq" if version == 1 else "gptq_v2", "qweight", "scales", zeros="qzeros", g_idx="g_idx"),
+        multiple_inputs=lambda options: options.group,
+        multiple_outputs=lambda options: 32 if options.bits == 3 else 32 // options.bits,
+    )
+
+
+def _awq_tensors(options: Options) -> dict[str, Tensor]:
+    M, F, G = options.inputs, options.outputs, options.inputs // options.group
+    return {
+        "qweight": Tensor((M, F // 8), "int32"),
+        "qzeros": Tensor((G, F // 8), "int32"),
+        "scales": Tensor((G, F), options.dtype),
+    }
+
+
+def _marlin_tensors(options: Options) -> dict[str, Tensor]:
+    M, F, bits = options.inputs, options.outputs, options.bits
+    return {
+        "qweight": Tensor((M // 16, F * bits // 2), "int32"),
+        "scales": Tensor((M // options.group, F), options.dtype),
+    }
+
+
+def _rows(weight: str, scale: str, pack: int, group: int, dtypes: tuple[str, str], **more: Tensor):
+    """`tensors` of a format with one row per output feature, `pack` codes a byte, and a scale for every `group`."""
+
+    def tensors(options: Options) -> dict[str, Tensor]:
+        F, M = options.outputs, options.inputs
+        columns = M // group if group else 1
+        return {weight: Tensor((F, M // pack), dtypes[0]), scale: Tensor((F, columns), dtypes[1]), **more}
+
+    return tensors
+
+
+def _nvfp4_quantize(w, options: Options):
+    del options
+    q, s, g = nvfp4.quantize(w)
+    return {"weight": q, "weight_scale": s, "weight_scale_2": p.inverse(g)}
+
+
+def _book(format: Any) -> Format:
+    def tensors(options: Options) -> dict[str, Tensor]:
+        numbers = options.outputs * options.inputs
+        return {"weight": Tensor((numbers // 2,), "uint8"), "absmax": Tensor((numbers // nf4.BLOCK,), "float32")}
+
+    return Format(
+        what=f"bitsandbytes {format.upper()}, blocks of {nf4.BLOCK}",
+        tensors=tensors,
+        quantize=lambda w, options: _named("weight", "absmax")(nf4.quantize(w, format)),
+        apply=_weight_only(format, "weight", "absmax"),
+        multiple_inputs=lambda options: nf4.BLOCK,
+        aliases={"weight.absmax": ("absmax", lambda x: x)},
+    )
+
+
+FORMATS: dict[str, Format] = {
+    "fp8": Format(
+        what="E4M3, one scale for the weight; activations with a static scale or one per token",
+        tensors=lambda options: _fp8_tensors(options, static=True),
+        quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "tensor")),
+        apply=lambda x, t, options: _fp8_apply(x, t, options, "token"),
+    ),
+    "fp8_tensor": Format(
+        what="E4M3, one scale for the weight; activations with a static scale or one for all tokens",
+        tensors=lambda options: _fp8_tensors(options, static=True),
+        quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "tensor")),
+        apply=lambda x, t, options: _fp8_apply(x, t, options, "tensor"),
+    ),
+    "fp8_channel": Format(
+        what="E4M3, one scale per output feature; activations with one per token",
+        tensors=lambda options: _fp8_tensors(options, options.outputs, 1),
+        quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "channel")),
+        apply=lambda x, t, options: _fp8_apply(x, t, options, "token"),
+    ),
+    "fp8_block": Format(
+        what="E4M3, one scale per 128 x 128 block; activations with one per 128",
+        tensors=lambda options: _fp8_tensors(
+            options, -(-options.outputs // BLOCK), -(-options.inputs // BLOCK), name="weight_scale_inv"
+        ),
+        quantize=lambda w, options: _named("weight", "weight_scale_inv")(fp8.quantize(w, "block", ue8m0=options.ue8m0)),
+        apply=_fp8_block_apply,
+    ),
+    "int8": Format(
+        what="INT8, one scale per output feature; activations symmetric, static or one scale per token",
+        tensors=_int8_tensors,
+        quantize=_int8_quantize,
+        apply=lambda x, t, options: _int8_apply(x, t, options, True),
+    ),
+    "int8_azp": Format(
+        what="INT8, one scale per output feature; activations with zero points, static or per token",
+        tensors=_int8_tensors,
+        quantize=_int8_quantize,
+        apply=lambda x, t, options: _int8_apply(x, t, options, False),
+    ),
+    "gptq": _gptq(1),
+    "gptq_v2": _gptq(2),
+    "awq": Format(
+        what="AWQ, 4 bits",
+        tensors=_awq_tensors,
+        quantize=lambda w, options: _named("qweight", "qzeros", "scales")(awq.quantize(w.T, options.group)),
+        apply=_weight_only("awq", "qweight", "scales", zeros="qzeros"),
+        multiple_inputs=lambda options: options.group,
+        multiple_outputs=lambda options: 8,
+    ),
+    "marlin": Format(
+        what="Marlin's order of 4 or 8 bits",
+        tensors=_marlin_tensors,
+        quantize=lambda w, options: _named("qweight", "scales")(marlin.quantize(w.T, options.group, bits=options.bits)),
+        apply=_weight_only("marlin", "qweight", "scales"),
+        multiple_inputs=lambda options: max(16, options.group),
+        multiple_outputs=lambda options: 64,
+    ),
+    "int8_weight": Format(
+        what="INT8 weight, one scale per output feature; activations as they are",
+        tensors=_rows("weight", "weight_scale", 1, 0, ("int8", "float32")),
+        quantize=_int8_quantize,
+        apply=_weight_only("int8", "weight", "weight_scale"),
+    ),
+    "fp8_weight": Format(
+        what="E4M3 weight, one scale per output feature; activations as they are",
+        tensors=_rows("weight", "weight_scale", 1, 0, (fp8.E4M3, "float32")),
+        quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "channel")),
+        apply=_weight_only("fp8", "weight", "weight_scale"),
+    ),
+    "mxfp8": Format(
+        what="MXFP8 weight; activations as they are",
+        tensors=_rows("weight", "weight_scale", 1, mx.GROUP, (fp8.E4M3, "uint8")),
+        quantize=lambda w, options: _named("weight", "weight_scale")(mx.quantize(w, "mxfp8")),
+        apply=_weight_only("mxfp8", "weight", "weight_scale"),
+        multiple_inputs=lambda options: mx.GROUP,
+    ),
+    "mxfp4": Format(
+        what="MXFP4 weight; activations as they are",
+        tensors=_rows("weight", "weight_scale", 2, mx.GROUP, ("uint8", "uint8")),
+        quantize=lambda w, options: _named("weight", "weight_scale")(mx.quantize(w, "mxfp4")),
+        apply=_weight_only("mxfp4", "weight", "weight_scale"),
+        multiple_inputs=lambda options: mx.GROUP,
+        aliases={"weight_packed": ("weight", lambda x: x)},
+    ),
+    "nvfp4": Format(
+        what="NVFP4 weight; activations as they are",
+        tensors=_rows(
+            "weight",
+            "weight_scale",
+            2,
+            nvfp4.GROUP,
+            ("uint8", fp8.E4M3),
+            weight_scale_2=Tensor((), "float32"),
+        ),
+        quantize=_nvfp4_quantize,
+        apply=_weight_only("nvfp4", "weight", "weight_scale", global_scale="weight_scale_2"),
+        multiple_inputs=lambda options: nvfp4.GROUP,
+        aliases={"weight_packed": ("weight", lambda x: x), "weight_global_scale": ("weight_scale_2", _inverse)},
+    ),
+    "nf4": _book("nf4"),
+    "fp4": _book("fp4"),
+}
+WITH_GROUPS = ("gptq", "gptq_v2", "awq", "marlin")
+WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "marlin": (4, 8)}

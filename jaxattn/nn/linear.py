@@ -1,0 +1,67 @@
+"""Linear layers as checkpoints store them: `nnx.Linear`, or `QuantizedLinear` in one of its formats."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn.nn.quantized_linear import QuantizedLinear
+from jaxattn.quant import fp8
+from jaxattn.quant import primitives as p
+
+
+def make_linear(
+    inputs: int,
+    outputs: int,
+    *,
+    use_bias: bool = False,
+    format: str | None = None,
+    ue8m0: bool = False,
+    dtype: DTypeLike = jnp.bfloat16,
+    precision: Any = None,
+    rngs: nnx.Rngs,
+) -> Any:
+    """A linear layer; call it through `project`.
+
+    Args:
+        inputs: M.
+        outputs: F.
+        use_bias: add one.
+        format: of `QuantizedLinear`, whose weight is zero until it is loaded; None = `nnx.Linear`.
+        ue8m0: of format "fp8_block".
+        dtype: of parameters (unless quantized), inputs and outputs.
+        precision: of the product of `nnx.Linear`.
+        rngs: source of the parameters.
+    """
+    if format is not None:
+        return QuantizedLinear(inputs, outputs, format=format, ue8m0=ue8m0, use_bias=use_bias, dtype=dtype)
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=use_bias,
+        param_dtype=dtype,
+        precision=precision,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+        rngs=rngs,
+    )
+
+
+def project(linear: Any, x: Float[Array, "*B M"]) -> Float[Array, "*B F"]:
+    """The product and bias, accumulated in float32 (float64 for float64), rounded to the dtype of `x` once."""
+    return linear(x).astype(x.dtype)
+
+
+def matrix(linear: Any, dtype: DTypeLike) -> Float[Array, "M F"]:
+    """The matrix that a layer multiplies with, dequantized.
+
+    Raises:
+        ValueError: the layer has a format whose matrix cannot be written down here.
+    """
+    if isinstance(linear, nnx.Linear):
+        return linear.kernel[...]
+    if linear.format != "fp8_block":
+        raise ValueError(f"matrix: the format must be 'fp8_block' or none, got {linear.format!r}")
+    w = linear.weight[...]
+    return (p.wide(w) * fp8.expand(linear.weight_scale_inv[...], w.shape, "block", 128)).astype(dtype).T

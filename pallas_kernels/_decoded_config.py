@@ -1,0 +1,169 @@
+"""Which tiles `_experts_decoded` multiplies, and what it can multiply at all."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from pallas_kernels import _mosaic, _nibbles
+from pallas_kernels._nibbles import FEATURES, INPUTS
+
+FORMATS = ("wna16", "mxfp4", "nvfp4")
+MOST_SHARED = 64
+"""Tokens up to which experts multiply all of them."""
+MOST, MOST_EIGHT = 128, 64
+"""Rows of a tile: two halves of 64 features need a register for each, 8-bit parts as many again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Path, shape of a tile and of the ring."""
+
+    shared: bool = False
+    """Every expert multiplies all tokens; at most `MOST_SHARED` of them."""
+    tokens: int = 64
+    """Rows of a tile: a multiple of 8."""
+    block: int = 8
+    """Rows to a multiple of which each expert is filled up, and that leave together: 8, 16, 32 or 64."""
+    warpgroups: int = 2
+    """Warpgroups that multiply, each 2 x 64 features: 1 to 4."""
+    stages: int = 6
+    """Steps of 128 inputs in flight."""
+    eight: bool = False
+    """Multiply FP8 codes as such."""
+    fused: bool = True
+    """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
+
+    prefetch: int = 0
+    """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
+
+    def __post_init__(self):
+        for name, known in (("block", (8, 16, 32, 64)), ("warpgroups", (1, 2, 3, 4))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
+        most = MOST_EIGHT if self.eight else MOST
+        if self.tokens % 8 or not 8 <= self.tokens <= most:
+            raise ValueError(f"tokens must be a multiple of 8 up to {most}, got {self.tokens}")
+        if not self.shared and self.tokens % self.block:
+            raise ValueError(f"tokens must be a multiple of block={self.block}, got {self.tokens}")
+        if self.shared and self.tokens > MOST_SHARED:
+            raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
+        if not 2 <= self.stages <= 16:
+            raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+
+
+def why_not(*, x, w13, format, w13_scale, w2_scale, **_) -> str | None:
+    """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
+    dtype = jnp.dtype(x.dtype).name
+    if format not in FORMATS:
+        return f"only weights of four bits are decoded ({_mosaic.either(FORMATS)}), got {format}"
+    allowed = ("bfloat16", "float16") if format == "wna16" else ("bfloat16",)
+    if dtype not in allowed:
+        return f"x must be {' or '.join(allowed)} with {format} weights, got {dtype}"
+    (T, M), F = x.shape, w13.shape[1] // 2
+    if M % 64 or F % 64:
+        return f"M and F must be multiples of 64, got M={M} and F={F}; pad the weights with zeros"
+    for name, K, scale in (("w13", M, w13_scale), ("w2", F, w2_scale)):
+        group = K // scale.shape[-1]
+        if group % _nibbles.RUN:
+            return f"scales of {name} must belong to multiples of {_nibbles.RUN} inputs, got groups of {group}"
+        if scale.size * jnp.dtype(scale.dtype).itemsize >= 2**31:
+            return f"scales of {name} must take less than 2 GiB, got shape {tuple(scale.shape)}"
+    return None if T else "there are no tokens"
+
+
+def _eights(*, format, act_group, **_) -> bool:
+    """Scales of both sides belong to multiples of 32 inputs."""
+    return format == "mxfp4" and act_group is not None
+
+
+def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
+    """Few tokens: share them, FP8 codes as such; else the tile that multiplies the fewest rows, in bfloat16."""
+    T, E = x.shape[0], w13.shape[0]
+    if T <= MOST_SHARED:
+        tokens = max(8, -(-T // 8) * 8)
+        eight = _eights(format=format, act_group=act_group)
+        return next(_fitting(shared=True, tokens=tokens, eight=eight, warpgroups=2 if tokens > 32 else 4))
+    return sorted_config(T * ids.shape[1] / E)
+
+
+def sorted_config(mean: float, eight: bool = False) -> Config:
+    """The tile that multiplies the fewest rows, for experts that get `mean` rows each."""
+    tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
+    return next(_fitting(tokens=tokens, block=16 if tokens % 16 == 0 else 8, warpgroups=2, eight=eight))
+
+
+def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
+    """Configurations to try."""
+    default = default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group)
+    yield from (dataclasses.replace(default, prefetch=steps) for steps in (0, 4, 8))
+    yield dataclasses.replace(default, fused=False)
+    T, E = x.shape[0], w13.shape[0]
+    eights = (False, True) if _eights(format=format, act_group=act_group) else (False,)
+    mean = T * ids.shape[1] / E
+    for eight in eights:
+        if T <= MOST_SHARED:
+            for warpgroups in (2, 3, 4) if T <= 32 else (1, 2):
+                for stages in (4, 6, 8, 12):
+                    yield from _legal(
+                        shared=True, tokens=-(-T // 8) * 8, eight=eight, warpgroups=warpgroups, stages=stages
+                    )
+        most = MOST_EIGHT if eight else MOST
+        for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
+            for stages in (3, 4, 5, 6, 8):
+                block = next(b for b in (16, 8) if tokens % b == 0)
+                yield from _legal(tokens=tokens, block=block, eight=eight, warpgroups=2, stages=stages)
+
+
+def _legal(**options) -> Iterator[Config]:
+    config = Config(**options)
+    if smem_bytes(config) <= _mosaic.SMEM_BYTES:
+        yield config
+
+
+def _fitting(**options) -> Iterator[Config]:
+    """With as many stages as fit, 8 at most."""
+    for stages in range(8, 1, -1):
+        yield from _legal(stages=stages, **options)
+
+
+def best_rows(mean: float) -> int:
+    """Rows of a tile that cost least, if experts get Poisson many of them.
+
+    Decoding a tile's weight takes the time of multiplying 64 rows, which hides it, and starting and storing one
+    that of 16; derived, not measured.
+    """
+    p, chances = math.exp(-mean), []
+    if not p:
+        return MOST
+    while sum(chances) < 1 - 1e-6 and len(chances) < 4096:
+        chances.append(p)
+        p *= mean / len(chances)
+
+    def cost(rows):
+        tiles = sum(chance * -(-count // rows) for count, chance in enumerate(chances))
+        return tiles * (max(rows, 64) + 16) + rows / 1024
+
+    return min(range(16, MOST + 1, 8), key=cost)
+
+
+def smem_bytes(c: Config) -> int:
+    """Shared memory of one thread block, barriers included (generously)."""
+    x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
+    out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
+    return c.stages * (c.warpgroups * 2 * FEATURES * INPUTS // 2 + x) + out + 2048
+
+
+def illegal(c: Config, T: int, **args) -> str | None:
+    """None if the configuration fits, else one sentence; args: format and act_group."""
+    if c.shared and c.tokens != max(8, -(-T // 8) * 8):
+        return f"shared rows need tokens={max(8, -(-T // 8) * 8)} for T={T}, got {c.tokens}"
+    if c.eight and not _eights(**args):
+        return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
+    if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
+        given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
+    return None

@@ -1,0 +1,531 @@
+"""Experts with weights of four bits on Mosaic GPU (Hopper), decoded in registers; see `jaxattn.ops.experts`.
+
+Two grouped products as in `pallas_kernels.experts`, but transposed: the weight is wgmma's A operand, which may come
+from registers, and a tile is 64 features of each warpgroup by `tokens` rows of one expert, gate and up halves in the
+same registers. Weights and scales are loaded as checkpoints have them (`_nibbles`): nothing is packed or padded.
+
+Activations are 16-bit numbers (FP8 codes times powers of two are exact in bfloat16), or with `eight` float8_e4m3fn
+codes: then an instruction multiplies 32 inputs, and the scales of both sides are applied to its float32 result.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
+from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
+from pallas_kernels._gated import Activation
+from pallas_kernels._nibbles import FEATURES, INPUTS
+
+REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
+"""Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
+those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
+PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
+"""Registers of a thread for 8-bit products that are under way."""
+ALIGNED = 4
+"""Lines of at least eight float32 numbers that keep to the 128 bytes that TMA wants in shared memory."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+__all__ = ("Config", "configs", "default_config", "experts", "stages", "why_not")
+
+f32, i32 = jnp.float32, jnp.int32
+
+
+# ---------------------------------------------------------------- launch
+def experts(**args) -> jax.Array:
+    """`jaxattn.experts` of prepared arguments, see `stages`."""
+    found = stages(**args)
+    return found.tiles.combine(found.y)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What the products leave behind, by rows of `tiles`."""
+
+    tiles: _routing.Tiles
+    a: jax.Array
+    """Between the products, as the second one takes it: its inputs are in the order of `_nibbles.permute`."""
+    a_scale: jax.Array | None
+    """float32 [K / group, rows], with `Config.eight`."""
+    y: jax.Array
+
+
+def stages(
+    *,
+    config: Config,
+    quantize: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None,
+    x,
+    w13,
+    w2,
+    weights,
+    ids,
+    format,
+    w13_scale,
+    w2_scale,
+    w13_zeros,
+    w2_zeros,
+    w13_scale_2,
+    w2_scale_2,
+    w13_bias,
+    w2_bias,
+    act_group,
+    ue8m0,
+    activation,
+    limit,
+    alpha,
+    beta,
+    weight_on,
+    expert_map,
+    **_,
+) -> Stages:
+    """Run the products on prepared arguments of `jaxattn.experts`.
+
+    `quantize(rows)` gives activations in the dtype of x, or with `config.eight` codes and scales [K / group, R].
+
+    Raises:
+        ValueError: `config` does not fit these arguments.
+    """
+    (T, M), E, F = x.shape, w13.shape[0], w13.shape[1] // 2
+    if reason := illegal(config, T, format=format, act_group=act_group):
+        raise ValueError(f"experts: {reason}")
+    which = _routing.local_experts(ids, E, expert_map)
+    if config.shared:
+        tiles = _routing.shared_tiles(which, weights, E)
+    else:
+        tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
+    late, turns = weight_on == "output", activation == "swigluoai"
+    act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
+    product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
+    codes, scale = (x, None) if quantize is None else quantize(x)
+    fused = config.fused and act_group == _requantize.GROUP and ue8m0
+    a, scale = product(
+        tiles.rows(_nibbles.permute(codes)),
+        w13.reshape((E, F, 2, M // 2) if turns else (E, 2, F, M // 2)),
+        F,
+        act=act,
+        row_scale=None if scale is None else tiles.scales(scale),
+        scale=_by_half(w13_scale, F, turns),
+        zeros=_by_half(w13_zeros, F, turns),
+        weight_scale=w13_scale_2,
+        bias=None if w13_bias is None else _halves(w13_bias.astype(f32), turns),
+        weights=None if late else tiles.weights,
+        then=w2 if config.prefetch else None,
+        out_dtype=x.dtype if quantize is None or late or fused else f32,
+        permuted=quantize is None,
+        encoded=fused,
+    )
+    if quantize is not None and not fused:
+        a, scale = quantize(a)
+        a = _nibbles.permute(a)
+    y, _ = product(
+        a,
+        w2,
+        M,
+        row_scale=scale,
+        scale=w2_scale[:, None],
+        zeros=None if w2_zeros is None else w2_zeros[:, None],
+        weight_scale=w2_scale_2,
+        bias=None if w2_bias is None else w2_bias.astype(f32),
+        weights=tiles.weights if late or w2_bias is not None else None,
+        out_dtype=x.dtype,
+    )
+    return Stages(tiles=tiles, a=a, a_scale=scale, y=y)
+
+
+def _by_half(x, F, turns):
+    """Scales or zero points of gates and of ups: [E, 2, N, G]; in turn [E, F, 2, G], or [E, F, 1, G] in one byte."""
+    if x is None:
+        return None
+    E, N, G = x.shape
+    return x.reshape((E, F, N // F, G) if turns else (E, 2, N // 2, G))
+
+
+def _halves(bias, turns):
+    """Biases of gates and of ups, [2, E, F]."""
+    E, width = bias.shape
+    return bias.reshape(E, width // 2, 2).transpose(2, 0, 1) if turns else bias.reshape(E, 2, width // 2).swapaxes(0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Everything about one grouped product that is known when it is compiled."""
+
+    config: Config
+    act: Activation | None
+    code: _decode.Code
+    kind: str
+    """Of the scales: "ue8m0", "e4m3" or "value"."""
+    group: int
+    """Inputs that share a scale."""
+    late: bool
+    N: int
+    """Output features."""
+    K: int
+    unit: int
+    """Rows of a tile start at multiples of this."""
+    narrow: Any
+    """Of x: what the first product is rounded to."""
+    out_dtype: Any
+    permuted: bool
+    """The result is a second product's operand."""
+    encoded: bool
+    """It is quantized on the way."""
+    row_scales: int
+    """Scales of a row in a tile of inputs: 1, 4 or, in 16 bits, 0."""
+
+    @property
+    def features(self) -> int:
+        """Of a half, for one thread block."""
+        return FEATURES * self.config.warpgroups
+
+    @property
+    def width(self) -> int:
+        """Output features of a tile."""
+        return self.features * (1 if self.act else 2)
+
+    @property
+    def across(self) -> int:
+        """Tiles side by side."""
+        return pl.cdiv(self.N, self.width)
+
+    @property
+    def steps(self) -> int:
+        return pl.cdiv(self.K, INPUTS)
+
+    @property
+    def piece(self) -> int:
+        """Rows that leave together."""
+        return self.unit
+
+    @property
+    def codes(self) -> bool:
+        """The result is FP8 codes."""
+        return self.encoded and self.config.eight
+
+    @property
+    def turns(self) -> bool:
+        return self.act is not None and self.act.kind == "swigluoai"
+
+
+def _grouped(
+    config,
+    tiles,
+    rows,
+    w,
+    N,
+    *,
+    format,
+    late,
+    narrow,
+    out_dtype,
+    scale,
+    row_scale,
+    act=None,
+    permuted=False,
+    encoded=False,
+    **arrays,
+):
+    """Rows of all tiles times their experts' weights, with the epilogue: [tiles.size, N], and scales or None."""
+    K = rows.shape[1]
+    kind = {"mxfp4": "ue8m0", "nvfp4": "e4m3"}.get(format, "value")
+    code = _decode.Code(
+        kind="u4" if format == "wna16" else "e2m1",
+        dtype=jnp.dtype(narrow),
+        scale="value",
+        groups=2,
+        zeros=arrays["zeros"] is not None,
+        lowered=format != "wna16",
+    )
+    x = _Plan(
+        config=config,
+        act=act,
+        code=code,
+        kind=kind,
+        group=K // scale.shape[-1],
+        late=late,
+        N=N,
+        K=K,
+        unit=tiles.unit,
+        narrow=jnp.dtype(narrow),
+        out_dtype=jnp.dtype(jnp.uint8 if encoded and config.eight else out_dtype),
+        permuted=permuted,
+        encoded=encoded,
+        row_scales=0 if row_scale is None else -(-INPUTS * row_scale.shape[0] // K),
+    )
+    inputs = {"count": tiles.count, "experts": tiles.experts, "starts": tiles.starts, "filled": tiles.filled}
+    inputs |= {"rows": rows, "w": w, "scale": _nibbles.raw(scale)}
+    arrays |= {"row_scale": row_scale}
+    inputs |= {name: a for name, a in arrays.items() if a is not None}
+
+    out = {"o": jax.ShapeDtypeStruct((tiles.size, N), x.out_dtype)}
+    if x.codes:
+        out["o_scale"] = jax.ShapeDtypeStruct((N // _requantize.GROUP, tiles.size), f32)
+
+    def body(*refs, **scratch):
+        given = dict(zip((*inputs, *out), refs, strict=True))
+        _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
+
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    found = plgpu.kernel(
+        body,
+        out_type=list(out.values()),
+        scratch_types=_scratch(x),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="decoded_experts_up" if act else "decoded_experts_down",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs.values())
+    return (lax.bitcast_convert_type(found[0], _requantize.E4M3), found[1]) if x.codes else (found[0], None)
+
+
+def _scratch(x: _Plan) -> dict[str, Any]:
+    c = x.config
+    rows = (c.stages, c.tokens, INPUTS) if c.eight else (c.stages, 2, c.tokens, INPUTS // 2)
+    kind = jnp.dtype(jnp.float8_e4m3fn) if c.eight else x.code.dtype
+    scratch = {
+        "w_ring": plgpu.SMEM((c.stages, 2, x.features, INPUTS // 2), jnp.uint8, transforms=_inline.span(64)),
+        "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
+        "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
+        "full": plgpu.Barrier(num_arrivals=4, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+    }
+    if c.eight:
+        scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
+    if x.encoded:
+        scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
+    if x.codes:
+        scratch["tops_tile"] = plgpu.SMEM((c.warpgroups, ALIGNED, x.piece), f32)
+    return scratch
+
+
+# ---------------------------------------------------------------- device code
+def _block(x: _Plan, r: Any) -> None:
+    """One thread block: the warpgroup that loads and those that multiply."""
+    c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
+    warpgroup = lax.axis_index("warpgroup")
+    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+
+    def place(turn):
+        """Tile, its features, and the number of its first step."""
+        at = me + turn * blocks
+        tile = lax.div(at, i32(x.across))
+        return tile, at - tile * x.across, turn * x.steps
+
+    @pl.when(warpgroup == c.warpgroups)
+    def _():
+        if c.warpgroups in REGISTERS:
+            plgpu.set_max_registers(REGISTERS[c.warpgroups][0], action="decrease")
+        lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
+        total = count * x.steps
+        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
+            pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
+        if x.act and c.prefetch:
+            _prefetch(x, r, me)
+
+    @pl.when(warpgroup < c.warpgroups)
+    def _():
+        if c.warpgroups in REGISTERS:
+            plgpu.set_max_registers(REGISTERS[c.warpgroups][1], action="increase")
+        lax.fori_loop(0, count, lambda turn, _: _multiply(x, r, warpgroup, *place(turn)), None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _input_row(x: _Plan, r: Any, tile):
+    """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
+    return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
+
+
+def _load(x: _Plan, r: Any, tile, across, first) -> None:
+    """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
+    c = x.config
+    expert, row = r.experts[tile], _input_row(x, r, tile)
+    rows = pl.ds(row, c.tokens)
+
+    def weight(half, inputs):
+        if x.act is None:
+            return r.w.at[expert, pl.ds(across * x.width + half * x.features, x.features), inputs]
+        features = pl.ds(across * x.features, x.features)
+        return r.w.at[expert, features, half, inputs] if x.turns else r.w.at[expert, half, features, inputs]
+
+    def step(k, _):
+        at = first + k
+        slot = lax.rem(at, i32(c.stages))
+        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+        full = r.full.at[slot]
+        for half in range(2):
+            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+            plgpu.copy_gmem_to_smem(weight(half, inputs), r.w_ring.at[slot, half], full)
+        if c.eight:
+            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full)
+            scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
+            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
+            return
+        for half in range(2):
+            inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
+            plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full)
+
+    lax.fori_loop(0, x.steps, step, None)
+
+
+def _prefetch(x: _Plan, r: Any, me) -> None:
+    """Fetch to the L2 cache what this thread block multiplies first in the next product."""
+    across = pl.cdiv(r.then.shape[1], 2 * x.features)
+    tile = lax.div(me, i32(across))
+
+    @pl.when(tile < r.count[0])
+    def _():
+        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], INPUTS // 2))):
+            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+            for half in range(2):
+                features = pl.ds((me - tile * across) * 2 * x.features + half * x.features, x.features)
+                plgpu.async_prefetch(r.then.at[r.experts[tile], features, inputs])
+
+
+def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
+    """Two times 64 features of one tile."""
+    c, expert = x.config, r.experts[tile]
+    column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
+    inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
+    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    factor = 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
+    if r.weight_scale is not None:
+        factor = r.weight_scale[expert] * factor
+    if r.weight_scale is not None or factor != 1:
+        sums = tuple(part * factor for part in sums)
+    row, weights = r.starts[tile] * x.unit, None
+    if r.weights is not None:
+        weights = plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
+    values = _finished(x, r, sums, expert, inside, weights)
+    scale: Any = None
+    if x.encoded:
+        value = values[0].astype(x.narrow).astype(f32) if x.late else values[0]
+        scale, inverse = _requantize.scales(value, r.tops.at[warpgroup])
+        values = (value * inverse,) if x.codes else (_requantize.rounded(value, scale, inverse),)
+    for at, value in zip(column, values, strict=False):
+        for i in range(c.tokens // x.piece):
+            columns = slice(i * x.piece, (i + 1) * x.piece)
+            given = value[:, columns], scale[:, columns] if x.codes else None
+            pl.when(i < r.filled[tile])(
+                lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given)
+            )
+
+
+def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
+    """Write some rows of 64 features; TMA leaves out what lies outside the output."""
+    tile, rows = r.tile.at[warpgroup], pl.ds(row, x.piece)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if x.codes:
+        _requantize.store_codes(tile, value)
+        _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, 2)], scale)
+    else:
+        store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
+        store(tile, value.astype(x.out_dtype))
+    plgpu.commit_smem()
+
+    @pl.when(column < x.N)
+    def _():
+        plgpu.copy_smem_to_gmem(tile, r.o.at[rows, pl.ds(column, FEATURES)])
+        if x.codes:
+            groups = pl.ds(lax.div(column, i32(_requantize.GROUP)), 2)
+            plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
+
+
+def _lines(x: _Plan, ref, half: int, nibbles: bool = False) -> Any:
+    return _nibbles.Lines(ref, half=half if x.act else 0, turns=x.turns, nibbles=nibbles)
+
+
+def _steps(x: _Plan, r: Any, first, ahead, add) -> tuple:
+    """Sums over all inputs: `ahead(k)` loads what step k needs besides, one step before `add(slot, sums, that)`."""
+    c = x.config
+
+    def step(k, carry):
+        sums, now = carry
+        later = ahead(jnp.minimum(k + 1, x.steps - 1))
+        slot = lax.rem(first + k, i32(c.stages))
+        plgpu.barrier_wait(r.full.at[slot])
+        sums = add(slot, sums, now)
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[slot])
+        return sums, later
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
+    return lax.fori_loop(0, x.steps, step, ((zero, zero), ahead(i32(0))))[0]
+
+
+def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+    def ahead(k):
+        scales = tuple(
+            _nibbles.load(_lines(x, r.scale, half), expert, at, k, x.group) for half, at in enumerate(features)
+        )
+        if r.zeros is None:
+            return scales, None
+        return scales, tuple(
+            _nibbles.load(_lines(x, r.zeros, half, True), expert, at, k, x.group) for half, at in enumerate(features)
+        )
+
+    def add(slot, sums, now):
+        words = [r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)] for half in range(2)]
+        scales, zeros = now
+        return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot])
+
+    return _steps(x, r, first, ahead, add)
+
+
+def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+    def ahead(k):
+        return tuple(_nibbles.load_words(_lines(x, r.scale, half), expert, at, k) for half, at in enumerate(features))
+
+    depth = max(2, min(8, 2 * PARTS[x.config.warpgroups] // x.config.tokens))
+
+    def add(slot, sums, now):
+        sums, todo, started = list(sums), [(half, s) for half in range(2) for s in range(4)], []
+
+        def start(over=None):
+            half, s = todo.pop(0)
+            words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
+            started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot], s, over)))
+
+        for _ in range(depth):
+            start()
+        while started:
+            half, s, part = started.pop(0)
+            part = _inline.settle(part, len(started))
+            line = r.scale_ring.at[slot, s * x.row_scales // 4]
+            row = plgpu.load(line, layout=COLUMN, optimized=False)
+            scaled = part * lax.broadcast_in_dim(row, part.shape, [1])
+            sums[half] = _inline.add_scaled(sums[half], _nibbles.power(now[half], s), scaled)
+            if todo:
+                start(part)
+        return tuple(sums)
+
+    return _steps(x, r, first, ahead, add)
+
+
+def _finished(x: _Plan, r: Any, sums, expert, features, weights) -> tuple:
+    """The epilogue: bias, activation, routing weight; float32, one [64, tokens] for each half or for both."""
+    shape = sums[0].shape
+    spread = None if weights is None else lax.broadcast_in_dim(weights, shape, [1])
+
+    def part(half):
+        value = sums[half]
+        if r.bias is None:
+            return value
+        where = (half, expert) if x.act else (expert,)
+        line = plgpu.load(r.bias.at[(*where, pl.ds(features[half], FEATURES))], layout=_inline.ROW, optimized=False)
+        bias = lax.broadcast_in_dim(line, shape, [0])
+        return value + (bias * spread if spread is not None and not x.late and not x.act else bias)
+
+    if x.act is None:
+        parts = part(0), part(1)
+        return tuple(value * spread for value in parts) if x.late and spread is not None else parts
+    value = x.act(part(0), part(1), x.narrow)
+    return (value if spread is None else value * spread,)

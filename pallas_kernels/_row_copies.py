@@ -1,0 +1,139 @@
+"""Rows on Mosaic GPU: copies in another order, sums of a few, FP8 codes; straight through a warpgroup's registers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _frames, _mosaic, _rows
+
+_THREADS = 128
+_TOGETHER = 4
+"""Rows that one thread block copies."""
+
+
+def fits(width: int) -> bool:
+    """True if rows of so many numbers can be spread over a warpgroup."""
+    return width >= _THREADS
+
+
+class _Row:
+    """How a row of M numbers lies in registers: whole, or in overlapping pieces that are written twice."""
+
+    def __init__(self, M: int, dtype: Any):
+        self.shape: tuple[int, ...] = (M,)
+        if M % _THREADS:
+            line = _frames.line(M, dtype)
+            assert not isinstance(line, str), line
+            self.piece: tuple[int, ...] = (line.width,)
+            self.places: list[tuple[Any, ...]] = [(pl.ds(start, line.width),) for start in line.starts]
+            self.layout = line.frame.numbers
+            return
+        vec = 16 // jnp.dtype(dtype).itemsize  # as much of 16 bytes a thread as divides it
+        while M % (_THREADS * vec):
+            vec //= 2
+        self.shape = self.piece = (M // _THREADS, _THREADS)
+        self.places = [()]
+        self.layout = plgpu.Layout.WG_STRIDED(self.shape, vec_size=vec)
+
+    def load(self, ref: Any, row: Any, place: tuple[Any, ...]) -> jax.Array:
+        """A piece of a row."""
+        return plgpu.load(ref.at[(row, *place)], layout=self.layout, optimized=False)
+
+
+def take(x: jax.Array, source: jax.Array) -> jax.Array:
+    """`x[source]` for [T, M] and int32 [R]; R a multiple of 4."""
+    (_, M), R = x.shape, source.shape[0]
+    row = _Row(M, x.dtype)
+
+    def body(x_ref, source_ref, o_ref):
+        first = lax.axis_index("block") * _TOGETHER
+        for place in row.places:
+            rows = [row.load(x_ref, source_ref[first + i], place) for i in range(_TOGETHER)]
+            for i, value in enumerate(rows):
+                _mosaic.store(o_ref.at[(first + i, *place)], value)
+
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((R, *row.shape), x.dtype),
+        grid=(R // _TOGETHER,),
+        grid_names=("block",),
+        kernel_name="take_rows",
+    )(x.reshape(-1, *row.shape), source)
+    return out.reshape(R, M)
+
+
+def add(y: jax.Array, positions: jax.Array) -> jax.Array:
+    """`sum over a of y[positions[t, a]]` in float32, in order, rounded once; -1 adds nothing; [T, M]."""
+    (_, M), (T, A) = y.shape, positions.shape
+    row = _Row(M, y.dtype)
+
+    def body(y_ref, at_ref, o_ref):
+        t = lax.axis_index("token")
+        at = [at_ref[t, a] for a in range(A)]
+        for place in row.places:
+            values = [row.load(y_ref, jnp.maximum(i, 0), place) for i in at]
+            total = plgpu.layout_cast(jnp.zeros(row.piece, jnp.float32), row.layout)
+            for i, value in zip(at, values, strict=True):
+                total = total + jnp.where(lax.broadcast(i, row.piece) >= 0, value.astype(jnp.float32), 0.0)
+            _mosaic.store(o_ref.at[(t, *place)], total.astype(y.dtype))
+
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((T, *row.shape), y.dtype),
+        grid=(T,),
+        grid_names=("token",),
+        kernel_name="add_rows",
+    )(y.reshape(-1, *row.shape), positions)
+    return out.reshape(T, M)
+
+
+GROUP = 128
+"""Numbers that share a scale."""
+_TILE, _SMALLEST = 64, 8
+"""Rows of a tile."""
+
+
+def encode(x: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn codes per 128 numbers and their scales, powers of two, one row of scales for each group.
+
+    The scale is the smallest power of two that is not below `amax / 448`, at least `2^lowest`: 448 is 1.75 * 2^8, so
+    the exponent is that of amax less 8, and one more where the mantissa is above 1.75.
+
+    Args:
+        x: [R, K], K a multiple of 128.
+        lowest: -33 for a floor of 1e-10 under amax / 448, -22 for 1e-4 under amax.
+
+    Returns:
+        [R, K] and float32 [K / 128, R].
+    """
+    R, K = x.shape
+    rows = _TILE if R % _TILE == 0 else _SMALLEST
+    x = jnp.pad(x, ((0, -R % rows), (0, 0)))
+    layout = _rows.layout(GROUP, _rows.vector(jnp.bfloat16))
+
+    def body(x_ref, q_ref, s_ref):
+        at, group = pl.ds(lax.axis_index("rows") * rows, rows), lax.axis_index("group")
+        columns = pl.ds(group * GROUP, GROUP)
+        value = plgpu.load(x_ref.at[at, columns], layout=layout, optimized=False).astype(jnp.float32)
+        bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), jnp.int32)
+        exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), lowest)
+        scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, jnp.float32) for e in (exponent, -exponent))
+        value = value * lax.broadcast_in_dim(inverse, value.shape, [0])
+        _mosaic.store(q_ref.at[at, columns], value.astype(jnp.float8_e4m3fn))
+        _mosaic.store(s_ref.at[group, at], scale)
+
+    q, s = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((K // GROUP, x.shape[0]), jnp.float32),
+        ],
+        grid=(x.shape[0] // rows, K // GROUP),
+        grid_names=("rows", "group"),
+        kernel_name="encode_rows",
+    )(x)
+    return q[:R], s[:, :R]

@@ -1,0 +1,593 @@
+"""Prefill attention on Hopper: what packed and paged keys share, from the choice of tiles to the online softmax.
+
+Thread blocks stay on their multiprocessor and take tile after tile, long ones first. A tile is 64 rows for each of
+`consumers` warpgroups: `block_q` consecutive tokens of one request times `block_g` query heads that share a KV head.
+One more warpgroup finds the tiles, and brings q, keys and values by TMA into a ring of `num_stages` blocks, so that the
+next tile's data arrive while this one is computed.
+
+A consumer issues Q K^T of the next block and P V of the last one together, and takes the softmax of the former while
+the latter still runs (the overlap within a warpgroup of FlashAttention-3, https://arxiv.org/abs/2407.08608). Consumers
+take turns at the tensor core. Blocks are walked from the newest keys to the oldest; only those that some row does not
+see in full are masked.
+
+Products accumulate in float32, P is rounded to the dtype of q, the softmax runs in base 2.
+"""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic
+from pallas_kernels import _online_softmax as softmax
+from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
+from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
+
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "p_tile")
+"""References that a kernel may do without."""
+f32, i32 = jnp.float32, jnp.int32
+
+
+# ---------------------------------------------------------------- launch
+def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str) -> tuple[Any, Any]:
+    """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_locate`."""
+    outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
+    if return_lse:
+        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
+
+    def body(*refs, **memory):
+        given = dict(zip((*inputs, *outputs), refs, strict=True))
+        for name in ("q", "k", "v"):
+            ref = memory.pop(name)
+            memory[f"{name}_rows"], memory[f"{name}_tile"] = (ref, ref) if x.interpreted else ref
+        memory.setdefault("o_rows", memory["q_rows"])
+        _block(x, SimpleNamespace(**dict.fromkeys(OPTIONAL) | given | memory))
+
+    o, *lse = plgpu.kernel(
+        body,
+        out_type=list(outputs.values()),
+        scratch_types=scratch(x),
+        grid=(x.grid,),
+        grid_names=("cta",),
+        num_threads=x.config.consumers + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=x.softcap is None,  # the approximate tanh has 11 bits
+            reduction_scratch_bytes=0,  # row reductions stay within four lanes
+        ),
+    )(*inputs.values())
+    return o, _lse(x, lse[0], inputs["query_start"]) if return_lse else None
+
+
+def sink_rows(x: Plan, sinks):
+    """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, consumers, ROWS]."""
+    head = jnp.arange(ROWS * x.config.consumers) // x.block_q
+    sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
+    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.consumers, ROWS)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _lse(x: Plan, rows, query_start):
+    """Log-sum-exp [N, H] from those of the rows of all tiles [slots, chunks, consumers, ROWS]."""
+    token, head = jnp.arange(x.N)[:, None], jnp.arange(x.H)[None]
+    start = jnp.clip(query_start, 0, x.N)
+    b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
+    first = start[b]
+    slot = first // x.block_q + b + (token - first) // x.block_q
+    row = (head % x.config.block_g) * x.block_q + (token - first) % x.block_q
+    lse = rows.reshape(x.slots, x.chunks, -1)[slot, head // x.config.block_g, row]
+    return jnp.where(b < x.B, lse, -jnp.inf)
+
+
+def _split(n, parts: int):
+    """Quotient and remainder of a number that is not negative."""
+    if parts & (parts - 1):
+        return lax.div(n, i32(parts)), lax.rem(n, i32(parts))
+    return lax.shift_right_logical(n, i32(parts.bit_length() - 1)), n & (parts - 1)
+
+
+# ---------------------------------------------------------------- tiles
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """What the producer finds out about a tile, as scalars on the device.
+
+    `count` tokens (at most block_q) from row `token0` of q on, the first at `position` among the request's `length`
+    keys. Step i takes the block of keys from `start - i * block_kv` on; blocks that start between `plain_low` and
+    `plain_high` need no mask. Keys in [low, high) are those that the request's queries see. `origin` is the row of k
+    that holds the first key (0 if paged).
+    """
+
+    blocks: Any
+    start: Any
+    end: Any
+    plain_low: Any
+    plain_high: Any
+    position: Any
+    length: Any
+    token0: Any
+    count: Any
+    slot: Any
+    chunk: Any
+    low: Any
+    high: Any
+    origin: Any
+    request: Any
+    zero: Any
+    """Zero; what is added to it cannot be moved out of a loop, where it would hold a register."""
+
+
+_FIELDS = [*(field.name for field in dataclasses.fields(_Tile)), "steps"]
+
+
+class _Told:
+    """A tile in shared memory, each field read when it is needed: registers are scarce."""
+
+    def __init__(self, tile, at):
+        self._tile, self._at = tile, at
+
+    def __getattr__(self, field):
+        return self._tile[self._at, _FIELDS.index(field)]
+
+
+def _number(x: Plan, turn, cta):
+    """The tile of a thread block's turn: there and back again, so that long tiles first means equal shares."""
+    there = turn & 1 == 0
+    return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
+
+
+def _locate(x: Plan, r: Any, number) -> _Tile:
+    """Tile `number`; zero blocks if there is none."""
+    block_q, block_kv = x.block_q, x.config.block_kv
+    side_by_side = x.together * x.slots
+    group, inside = lax.div(number, i32(side_by_side)), lax.rem(number, i32(side_by_side))
+    slot, groups = lax.div(inside, i32(x.together)), x.chunks // x.together
+    # groups, and below requests, are walked to and fro: long tiles stand next to long ones, so that shares stay equal
+    slot = jnp.where((groups - group) & 1 == 1, x.slots - 1 - slot, slot)
+    chunk = group * x.together + lax.rem(inside, i32(x.together))
+
+    def start_of(b):
+        return jnp.clip(r.query_start[b], 0, x.N)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = lax.div(low + high + 1, i32(2))
+        below = lax.div(start_of(middle), i32(block_q)) + middle <= slot
+        return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
+
+    b, _ = lax.fori_loop(0, x.B.bit_length(), halve, (i32(0), i32(x.B)))
+    request = jnp.minimum(b, x.B - 1)
+    real = b < x.B  # b == B: the padding behind the last request, rows without keys
+    start = start_of(b)
+    end = jnp.where(real, start_of(request + 1), x.N)
+    first, last = lax.div(start, i32(block_q)) + b, lax.div(end, i32(block_q)) + b
+    slot = jnp.where(b & 1 == 1, first + last - slot, slot)
+    if x.page is None:
+        origin = jnp.clip(r.key_start[request], 0, x.S)
+        keys = jnp.clip(r.key_start[request + 1], 0, x.S) - origin
+    else:
+        origin, keys = i32(0), jnp.clip(r.lengths[request], 0, x.S)
+    length = jnp.where(real, jnp.maximum(keys, 0), 0)
+    skipped = (slot - first) * block_q
+    count = jnp.minimum(end - start - skipped, block_q)
+    exists = (count > 0) & (number < x.slots * x.chunks)
+    position = length - (end - start) + skipped
+    # keys that some row of the tile sees, that every row sees, and that some row of the request sees
+    final, low, full_low, high, full_high = position + count - 1, i32(0), i32(0), length, length
+    lowest, highest = i32(0), length
+    if x.window is not None:
+        low = jnp.clip(position - (x.window - 1), 0, length)
+        full_low = jnp.maximum(final - (x.window - 1), 0)
+        lowest = jnp.maximum(length - (end - start) - (x.window - 1), 0)
+    if x.causal:
+        high, full_high = jnp.minimum(final + 1, length), jnp.minimum(position + 1, length)
+    elif x.window is not None:
+        high, full_high = jnp.minimum(final + x.window, length), jnp.minimum(position + x.window, length)
+        highest = jnp.minimum(length - 1 + x.window, length)
+    align = i32(1 if x.page is None else min(x.page, block_kv))
+    key0 = lax.div(low, align) * align
+    blocks = jnp.maximum(lax.div(high - key0 + (block_kv - 1), i32(block_kv)), 1)
+    return _Tile(
+        blocks=jnp.where(exists, blocks, 0),
+        start=key0 + (blocks - 1) * block_kv,
+        end=key0,
+        plain_low=full_low,
+        plain_high=full_high - block_kv,
+        position=position,
+        length=length,
+        token0=start + skipped,
+        count=count,
+        slot=slot,
+        chunk=chunk,
+        low=lowest,
+        high=highest,
+        origin=origin,
+        request=request,
+        zero=i32(0),
+    )
+
+
+def _block(x: Plan, r: Any) -> None:
+    """One thread block: a producer and its consumers, each over the same tiles."""
+    warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+    consumers = x.config.consumers
+    turns = -(-x.slots * x.chunks // x.grid)
+    producing, computing = x.registers
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(producing, action="decrease")
+        tiles, steps = lax.fori_loop(0, turns, functools.partial(_produce, x, r, cta), (i32(0), i32(0)))
+        at = tiles & (TOLD - 1)
+        r.tile[at, _FIELDS.index("blocks")] = i32(0)
+        plgpu.barrier_arrive(r.told.at[at])
+        if x.interpreted:
+            _drain(x, r, tiles, steps)
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(computing, action="increase")
+        if consumers > 1:
+            pl.when(warpgroup == consumers - 1)(lambda: plgpu.barrier_arrive(r.turn.at[0]))
+        consume = functools.partial(_consume, x, r, warpgroup)
+        lax.while_loop(lambda at: at >= 0, consume, i32(0))
+        plgpu.wait_smem_to_gmem(0)
+        if consumers > 1 and x.interpreted:
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(r.turn.at[0]))
+
+
+# ---------------------------------------------------------------- producer
+def _produce(x: Plan, r: Any, cta, turn, counts):
+    """Find a tile, tell the consumers if there is one, fetch its data; `counts` are those of earlier tiles and blocks.
+
+    What is told stays valid while `TOLD - 1` more tiles are found: q's memory is free for the next tile only when all
+    consumers are done with the one `q_stages` before.
+    """
+    found = _locate(x, r, _number(x, turn, cta))
+
+    def tell(counts):
+        tiles, steps = counts
+        at = tiles & (TOLD - 1)
+        for i, field in enumerate(_FIELDS[:-1]):
+            r.tile[at, i] = getattr(found, field)
+        r.tile[at, len(_FIELDS) - 1] = steps
+        plgpu.barrier_arrive(r.told.at[at])
+        t: Any = _Told(r.tile, at)
+        _fetch(x, r, t, tiles)
+        return tiles + 1, t.steps + t.blocks
+
+    return lax.cond(found.blocks > 0, tell, lambda counts: counts, counts)
+
+
+def _drain(x: Plan, r: Any, tiles, steps) -> None:
+    """See every barrier that is left complete: the interpreter insists."""
+    for n in range(x.config.q_stages):
+        pl.when(n < tiles)(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
+    for n in range(x.config.num_stages):
+
+        @pl.when(n < steps)
+        def _(n=n):
+            plgpu.barrier_wait(r.k_free.at[n])
+            plgpu.barrier_wait(r.v_free.at[n])
+
+
+def _stage(x: Plan, tiles):
+    """Where q of a tile lies, counted or as it was told of."""
+    return tiles & (x.config.q_stages - 1)
+
+
+def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
+    """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
+    block_kv, num_stages = x.config.block_kv, x.config.num_stages
+
+    def pages(i):
+        """Pages of step i; of the pages outside the visible range the nearest one inside is read again."""
+        if x.page is None:
+            return ()
+        inside = lax.div(t.low, i32(x.page)), lax.div(jnp.maximum(t.high - 1, 0), i32(x.page))
+        base = lax.div(t.start - jnp.minimum(i, t.blocks - 1) * block_kv, i32(x.page))
+        return tuple(
+            jnp.clip(r.page_table[t.request, jnp.clip(base + n, *inside)], 0, x.pool - 1) for n in range(x.copies)
+        )
+
+    def fetch(source, ring, full, i):
+        start = t.start - i * block_kv
+        size = block_kv // x.copies
+        if x.config.pages_at_once > 1:
+            fetch_pages(source, ring, full, i, start, size)
+            return
+
+        @pl.loop(0, x.copies * ring.shape[0])
+        def _(n):
+            copy, piece = _split(n, ring.shape[0])
+            if x.page is None:
+                place = (pl.ds(t.origin + start, block_kv),)
+            else:
+                offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
+                place = r.numbers[i & 1, copy], pl.ds(offset, size)
+            kv_head, _ = _split(t.chunk, x.chunks // x.K)
+            part = source.at[*place, kv_head, pl.ds(piece * PIECE, PIECE)]
+            rows = pl.ds(pl.multiple_of(copy * size, size), size)
+            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+
+    def fetch_pages(source, ring, full, i, start, size):
+        assert x.page is not None
+        offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
+        kv_head = _split(t.chunk, x.chunks // x.K)[0]
+        count = x.config.pages_at_once
+
+        @pl.loop(0, x.copies // count)
+        def _(n):
+            numbers = [r.numbers[i & 1, n * count + k] for k in range(count)]
+            for k, number in enumerate(numbers):
+                rows = pl.ds(pl.multiple_of((n * count + k) * size, size), size)
+                for piece in range(ring.shape[0]):
+                    part = source.at[number, pl.ds(offset, size), kv_head, pl.ds(piece * PIECE, PIECE)]
+                    plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+
+    def free(barrier, i):
+        """The ring's place for step i, when it may be overwritten."""
+        step = t.steps + i
+        _, at = _split(step, num_stages)
+        pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(barrier.at[at]))
+        return at
+
+    def keys(i):
+        at = free(r.k_free, i)
+        fetch(r.k, r.k_rows.at[at], r.k_bar.at[at], i)
+
+    def values(i):
+        at = free(r.v_free, i)
+        start = t.start - i * block_kv
+        dirty = (start < t.low) | (start + block_kv > t.high)
+
+        @pl.when(jnp.logical_not(dirty))
+        def _():
+            fetch(r.v, r.v_rows.at[at], r.v_bar.at[at], i)
+
+        @pl.when(dirty)
+        def _():
+            fetch(r.v, r.v_rows.at[at], r.raw_bar, i)
+            plgpu.barrier_wait(r.raw_bar)
+            _clean(x, r.v_tile.at[at], t.low - start, t.high - start)
+
+            @pl.loop(0, x.copies * (x.Dv // PIECE))
+            def _(_):
+                plgpu.barrier_arrive(r.v_bar.at[at])
+
+    def remember(i, numbers):
+        for n, number in enumerate(numbers):
+            r.numbers[i & 1, n] = number
+
+    def step(i, numbers):
+        remember(i, numbers)
+        numbers = pages(i + 1)
+        keys(i)
+        values(i - 1)
+        return numbers
+
+    remember(i32(0), pages(i32(0)))
+    second = pages(i32(1))
+    keys(i32(0))
+    stage = _stage(x, tiles)
+    pl.when(tiles >= x.config.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[stage]))
+    _fetch_q(x, r, t, stage * x.config.consumers)
+    lax.fori_loop(1, t.blocks, step, second)
+    values(t.blocks - 1)
+
+
+def _clean(x: Plan, v, low, high) -> None:
+    """Make rows outside [low, high), which no query of the request sees, zero: they may be NaN, and NaN times 0 is NaN.
+
+    A few rows at a time: this warpgroup has few registers.
+    """
+    layout, rows = _mosaic.strips(x.dtype, 128), 32
+
+    @pl.loop(0, x.config.block_kv // rows)
+    def _(n):
+        first = pl.multiple_of(n * rows, rows)
+
+        @pl.when((first < low) | (first + rows > high))
+        def _():
+            row = first + plgpu.broadcasted_iota(i32, (rows, PIECE), 0, layout=layout)
+            for piece in range(x.Dv // PIECE):
+                part = v.at[piece, pl.ds(first, rows)]
+                value = plgpu.load(part, layout=layout)
+                part[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
+
+    plgpu.commit_smem()
+
+
+def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
+    parts, pieces = ROWS // x.piece_q, x.D // PIECE
+
+    @pl.loop(0, x.config.consumers * parts * pieces)
+    def _(n):
+        place, piece = _split(n, pieces)
+        consumer, part = _split(place, parts)
+        row = pl.multiple_of(part * x.piece_q, x.piece_q)
+        token = consumer * ROWS + row
+        head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
+        tokens = pl.ds(t.token0 + lax.rem(token, i32(x.block_q)), x.piece_q)
+        plgpu.copy_gmem_to_smem(
+            r.q.at[tokens, head, pl.ds(piece * PIECE, PIECE)],
+            r.q_rows.at[first + consumer, piece, pl.ds(row, x.piece_q)],
+            r.q_bar.at[first + consumer],
+        )
+
+
+# ---------------------------------------------------------------- consumers
+def _consume(x: Plan, r: Any, warpgroup, at):
+    """Hear of a tile, compute and store its rows; returns where to hear of the next, -1 if this was the end."""
+    plgpu.barrier_wait(r.told.at[at])
+    t: Any = _Told(r.tile, at)
+
+    def tile():
+        _attend(x, r, t, warpgroup, _stage(x, at) * x.config.consumers)
+        return (at + 1) & (TOLD - 1)
+
+    return lax.cond(t.blocks > 0, tile, lambda: i32(-1))
+
+
+def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
+    c = x.config
+    mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
+    _, first = _split(t.steps, c.num_stages)
+    sharp = (x.scale if x.softcap is None else x.softcap) * LOG2E
+
+    def after(at):
+        return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
+
+    def wait_turn():
+        if c.consumers > 1:
+            plgpu.barrier_wait(r.turn.at[warpgroup + t.zero])
+
+    def pass_turn():
+        if c.consumers > 1:
+            following = warpgroup + t.zero + 1
+            plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
+
+    def weights(s, m, total, start):
+        """Maximum, sum and P after the scores of the block from key `start` on."""
+        if x.softcap is not None:
+            s = jnp.tanh(s * (x.scale / x.softcap))
+        plain = (start >= t.plain_low) & (start <= t.plain_high)
+        s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
+        m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
+        p = jnp.exp2(s * sharp - _across(m_new, s))
+        return m_new, total * jnp.exp2(m - m_new) + jnp.sum(p, axis=1), p.astype(x.dtype)
+
+    def scores(at):
+        """Q K^T alone."""
+
+        def product(acc):
+            plgpu.barrier_wait(r.k_bar.at[at])
+            wait_turn()
+            for n in range(x.D // PIECE):
+                plgpu.wgmma(acc, r.q_tile.at[mine + t.zero, n], r.k_tile.at[at, n].T)
+            pass_turn()
+            return acc[...]
+
+        s = pl.run_scoped(product, _mosaic.ACC((ROWS, c.block_kv), f32))
+        plgpu.barrier_arrive(r.k_free.at[at])
+        return s
+
+    def step(state):
+        m, total, o, p, before, start = state
+        at, start = after(before), start - c.block_kv
+        if x.interpreted or not x.overlap:
+            plgpu.barrier_wait(r.v_bar.at[before])
+            o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
+            m_new, total, p = weights(scores(at), m, total, start)
+        else:
+            plgpu.barrier_wait(r.k_bar.at[at])
+            plgpu.barrier_wait(r.v_bar.at[before])
+            wait_turn()
+            s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
+            pass_turn()
+            plgpu.wgmma_wait(1)
+            s = lax.optimization_barrier(s)
+            plgpu.barrier_arrive(r.k_free.at[at])
+            m_new, total, p = weights(s, m, total, start)
+            plgpu.wgmma_wait(0)
+            o = lax.optimization_barrier(o)
+        plgpu.barrier_arrive(r.v_free.at[before])
+        return m_new, total, o * _across(jnp.exp2(m - m_new), o), p, at, start
+
+    plgpu.barrier_wait(r.q_bar.at[mine])
+    m, total, (o,) = softmax.start(ROWS, (x.Dv,))
+    start = t.start
+    m, total, p = weights(scores(first), m, total, start)
+    # a loop over `start`, whose end is read from shared memory: every register counts
+    m, total, o, p, last, _ = lax.while_loop(lambda state: state[5] > t.end, step, (m, total, o, p, first, start))
+    if not c.share_o:
+        plgpu.barrier_arrive(r.q_free.at[_stage(x, t._at)])
+    plgpu.barrier_wait(r.v_bar.at[last])
+    o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
+    plgpu.barrier_arrive(r.v_free.at[last])
+    _finish(x, r, t, warpgroup, (m, total, (o,)))
+
+
+def _across(row, like):
+    """A value per row, repeated over the columns of `like`."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
+
+
+def _visible(x: Plan, t: Any, warpgroup, start):
+    """Pairs of a warpgroup's rows and the keys from `start` on that attend."""
+    shape = ROWS, x.config.block_kv
+    row = plgpu.broadcasted_iota(i32, shape, 0, layout=ACC)
+    token = lax.rem(row, i32(x.block_q)) if x.block_q < ROWS else row
+    query = token + (t.position + lax.rem(warpgroup * ROWS, i32(x.block_q)))
+    key = start + plgpu.broadcasted_iota(i32, shape, 1, layout=ACC)
+    visible = key <= query if x.causal else key < t.length
+    if x.window is not None:
+        visible &= key > query - x.window
+        if not x.causal:
+            visible &= key < query + x.window
+    return visible
+
+
+def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
+    """O + P V, V in pieces of 64 columns."""
+    if not x.interpreted:
+        o = _mosaic.add_product(v, o, p)
+        plgpu.wgmma_wait(0)
+        return lax.optimization_barrier(o)
+    r.p_tile[warpgroup] = p
+    plgpu.commit_smem()
+
+    def fresh(acc):
+        for n in range(x.Dv // PIECE):
+            plgpu.wgmma(acc.at[:, pl.ds(n * PIECE, PIECE)], r.p_tile.at[warpgroup], v.at[n])
+        return acc[...]
+
+    return o + pl.run_scoped(fresh, _mosaic.ACC(o.shape, f32))
+
+
+def _finish(x: Plan, r: Any, t: Any, warpgroup, state) -> None:
+    """Log-sum-exp, sink, division, and the rows of the tile's tokens; what follows them belongs to the next request."""
+    m, total, _ = state
+    warpgroup = warpgroup + t.zero
+    if r.lse is not None:
+        lse = jnp.where(total == 0, -jnp.inf, m * (1 / LOG2E) + jnp.log(total))
+        _mosaic.store(r.lse.at[t.slot, t.chunk, warpgroup], lse)
+    if r.sinks is not None:
+        sink = plgpu.load(r.sinks.at[t.chunk, warpgroup], layout=ROW, optimized=False)
+        state = softmax.with_sink(state, sink)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    (o,) = softmax.output(state)
+    for n in range(x.Dv // PIECE):
+        r.o_rows[warpgroup, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
+    plgpu.commit_smem()
+
+    def store(row, head, token, size):
+        @pl.loop(0, x.Dv // PIECE)
+        def _(n):
+            target = r.o.at[pl.ds(t.token0 + token, size), head, pl.ds(n * PIECE, PIECE)]
+            plgpu.copy_smem_to_gmem(r.o_rows.at[warpgroup, n, pl.ds(row, size)], target)
+
+    @pl.loop(0, ROWS // x.piece_q)
+    def _(n):
+        row = n * x.piece_q
+        head, token = t.chunk, warpgroup * ROWS + row
+        if x.config.block_g > 1:
+            head = head * x.config.block_g + lax.div(token, i32(x.block_q))
+            token = lax.rem(token, i32(x.block_q))
+        count = jnp.clip(t.count - token, 0, x.piece_q)
+        pl.when(count == x.piece_q)(functools.partial(store, row, head, token, x.piece_q))
+        size = x.piece_q // 2
+        while size:
+            done = count & -(2 * size)
+            pl.when((count & size) != 0)(functools.partial(store, row + done, head, token + done, size))
+            size //= 2
+
+    if x.config.share_o:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(r.q_free.at[0])

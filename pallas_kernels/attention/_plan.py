@@ -1,0 +1,260 @@
+"""How prefill attention cuts its work: configurations, what fits the hardware, scratch memory."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic
+
+ROWS = 64
+"""Rows of a warpgroup: the M of one wgmma."""
+PIECE = 64
+"""Columns of a 128-byte span of 16-bit values."""
+BLOCKS = (64, 128, 192)
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 192, 256)
+L2_BYTES = 32 << 20
+"""Keys and values that tiles running at the same time may spread over, to find them in the 50 MB of L2."""
+TOLD = 4
+"""Tiles that the producer may tell of before the first is forgotten."""
+FAR = 2**30
+"""Any window beyond is none."""
+
+
+# ---------------------------------------------------------------- configuration and legality
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How tiles are cut and walked over."""
+
+    consumers: int = 2
+    """Warpgroups that compute, 64 rows each."""
+    block_g: int = 1
+    """Query heads of a tile."""
+    block_kv: int = 128
+    """Keys per step."""
+    num_stages: int = 2
+    """Steps whose keys and values may be on their way at once."""
+    share_o: bool = False
+    """The output leaves through q's memory, so that the next q waits for it; saves shared memory."""
+    q_stages: int = 1
+    """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
+    pages_at_once: int = 1
+    """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
+
+    def __post_init__(self):
+        if self.consumers not in (1, 2, 3):
+            raise ValueError(f"consumers must be 1, 2 or 3, got {self.consumers}")
+        if self.block_kv not in BLOCKS:
+            raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
+        if self.q_stages not in (1, 2) or (self.q_stages == 2 and self.share_o):
+            raise ValueError(f"q_stages must be 1, or 2 without share_o, got {self.q_stages}")
+        if self.pages_at_once not in (1, 2, 4):
+            raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
+        rows = ROWS * self.consumers
+        if self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
+            raise ValueError(
+                f"block_g must cut the tile's {rows} rows in parts of 8, 16, 32 or a multiple of 64, got {self.block_g}"
+            )
+
+    @property
+    def block_q(self) -> int:
+        """Tokens of a tile."""
+        return ROWS * self.consumers // self.block_g
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about a call that is known when it is compiled."""
+
+    N: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    B: int
+    S: int
+    """Rows of packed keys, or slots of a row of the page table."""
+    dtype: Any
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    config: Config
+    page: int | None = None
+    """Slots of a page, None if keys are packed."""
+    pool: int = 0
+    """Pages of the pool."""
+    interpreted: bool
+    num_sms: int
+
+    @property
+    def block_q(self) -> int:
+        return self.config.block_q
+
+    @property
+    def piece_q(self) -> int:
+        """Tokens of one head that lie together in a warpgroup's rows."""
+        return min(ROWS, self.block_q)
+
+    @property
+    def chunks(self) -> int:
+        """Groups of heads that make a tile."""
+        return self.H // self.config.block_g
+
+    @property
+    def slots(self) -> int:
+        """Tile i of request b takes slot query_start[b] // block_q + b + i: enough for any split of N tokens."""
+        return self.N // self.block_q + self.B + 1
+
+    @property
+    def together(self) -> int:
+        """Chunks whose tiles run side by side: as many as have their keys in L2, a divisor of all."""
+        head = 2 * (self.D + self.Dv) * max(1, self.S if self.page else self.S // self.B)
+        most = max(1, L2_BYTES // head) * (self.chunks // self.K)
+        return max(n for n in range(1, self.chunks + 1) if self.chunks % n == 0 and n <= most)
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of a block of keys."""
+        return max(1, self.config.block_kv // self.page) if self.page else 1
+
+    @property
+    def overlap(self) -> bool:
+        """P V runs beside the next softmax; registers do not suffice for it if o is wide."""
+        return self.Dv <= 128
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of the producer and of a consumer; which ptxas gets by on without spills is chance."""
+        return {1: (40, 240), 2: (56, 224), 3: (32, 160)}[self.config.consumers]
+
+    @property
+    def grid(self) -> int:
+        return min(self.num_sms, self.slots * self.chunks)
+
+
+def illegal(x: Plan) -> str | None:
+    """None if the configuration fits the shapes, else one sentence."""
+    c = x.config
+    if (x.H // x.K) % c.block_g:
+        return f"block_g must divide the {x.H // x.K} query heads of a KV head, got {c.block_g}"
+    if x.copies % c.pages_at_once:
+        return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
+    if c.share_o and x.Dv > x.D:
+        return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
+    most = 64 if x.Dv == 256 else 128 if x.Dv > 64 else 192
+    if c.block_kv > most or (c.consumers == 3 and (x.Dv > 64 or c.block_kv > 128)):
+        return f"block_kv={c.block_kv} with {c.consumers} consumers does not fit the registers for values of {x.Dv}"
+    if (used := smem_bytes(x)) > _mosaic.SMEM_BYTES:
+        given = f"block_kv={c.block_kv}, num_stages={c.num_stages}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
+    return None
+
+
+def default(x: Plan) -> Config:
+    """What was fastest on an H200 (2026-11) of what does not spill; with a window and for D = 64 it was not measured.
+
+    Several heads of a group in one tile share its keys, and leave fewer masked scores at the diagonal.
+    """
+    block_g = next(g for g in (4, 2, 1) if x.H // x.K % g == 0)
+    masked = (
+        x.window is not None or x.softcap is not None
+    )  # ptxas would spill with 128 keys, and short tiles waste less
+    if x.Dv > 64:
+        wide = x.Dv > 128 or masked
+        return Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
+    return Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
+
+
+def candidates(x: Plan) -> Iterator[Config]:
+    """Every configuration that fits the shapes."""
+    for consumers in (2, 3, 1):
+        for block_g in (1, 2, 4, 8, 16):
+            for block_kv in BLOCKS:
+                for num_stages in (2, 3, 4):
+                    for share_o in (False, True):
+                        if (ROWS * consumers) % block_g or (consumers == 3 and block_g > 1):
+                            continue
+                        if ROWS * consumers // block_g < 8:
+                            continue
+                        config = Config(
+                            consumers=consumers,
+                            block_g=block_g,
+                            block_kv=block_kv,
+                            num_stages=num_stages,
+                            share_o=share_o,
+                        )
+                        for variant in _variants(x, config):
+                            if illegal(dataclasses.replace(x, config=variant)) is None:
+                                yield variant
+
+
+def _variants(x: Plan, config: Config) -> Iterator[Config]:
+    """The configuration, and what may help where tiles are short or pages small."""
+    yield config
+    if x.window is not None and not config.share_o:
+        yield dataclasses.replace(config, q_stages=2)
+    if x.page is not None and x.page < 64:
+        yield dataclasses.replace(config, pages_at_once=2)
+        yield dataclasses.replace(config, pages_at_once=4)
+        if x.window is not None and not config.share_o:
+            yield dataclasses.replace(config, q_stages=2, pages_at_once=4)
+
+
+# ---------------------------------------------------------------- scratch memory
+def scratch(x: Plan) -> dict[str, Any]:
+    """Scratch of one thread block.
+
+    Tiles are cut in pieces of 64 columns, whose rows of 128 bytes TMA takes from anywhere: with tiles of 8 rows it
+    would insist on rows that are multiples of 8. A swizzled piece looks the same in memory either way, so that each
+    exists
+    twice: `_rows` for TMA and `_tile` for wgmma.
+    """
+    c = x.config
+    shapes = {
+        "q": (c.q_stages * c.consumers, x.D // PIECE, ROWS, PIECE),
+        "k": (c.num_stages, x.D // PIECE, c.block_kv, PIECE),
+        "v": (c.num_stages, x.Dv // PIECE, c.block_kv, PIECE),
+    }
+    rows, tile = (_mosaic.swizzled(128, bytes_per_value=2, rows=n) for n in (1, 8))
+
+    def memory(shape, transforms):
+        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+    out: dict[str, Any] = {
+        name: memory(shape, tile) if x.interpreted else plgpu.RefUnion(memory(shape, rows), memory(shape, tile))
+        for name, shape in shapes.items()
+    }
+    if not c.share_o:
+        out["o_rows"] = memory((c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
+    if x.interpreted:  # the interpreter multiplies what is in shared memory only
+        out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), tile)
+    released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
+    out |= {
+        "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
+        "told": plgpu.Barrier(num_barriers=TOLD),
+        "q_bar": plgpu.Barrier(num_arrivals=ROWS // x.piece_q * (x.D // PIECE), num_barriers=c.q_stages * c.consumers),
+        "q_free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.q_stages),
+        "k_bar": plgpu.Barrier(num_arrivals=x.copies * (x.D // PIECE), num_barriers=c.num_stages),
+        "v_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE), num_barriers=c.num_stages),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE)),
+        "k_free": released,
+        "v_free": released,
+    }
+    if x.page is not None:
+        out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
+    if c.consumers > 1:
+        out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
+    return out
+
+
+def smem_bytes(x: Plan) -> int:
+    """Shared memory of a thread block on the device."""
+    plain = scratch(dataclasses.replace(x, interpreted=True))
+    del plain["p_tile"]
+    return _mosaic.smem_bytes(plain.values())

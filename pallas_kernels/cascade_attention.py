@@ -1,0 +1,260 @@
+"""Cascade attention from kernels that exist: paged attention over shared prefixes and own suffixes, and a merge.
+
+Requests that share a prefix become one request of all their rows, without a causal mask, so that a tile of rows reads
+the prefix once. A long prefix is cut into `splits` segments that further rows attend to, as many as fill the card, in
+the same launch; so are the levels of a tree. The partial results of all segments and of the suffixes meet in one pass.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import _mosaic, combine_partials, merge_states, paged_attention
+
+_SPLITS = (1, 2, 4, 8, 16)
+_TILE = 64
+"""Rows of a tile of paged attention's kernel."""
+_SEGMENT = 512
+"""The fewest keys that are worth a partial result."""
+_MAX = float(jnp.finfo(jnp.float32).max)
+
+type Table = tuple[jax.Array, jax.Array, jax.Array]
+"""`page_table`, `lengths` and `query_start` of paged attention."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the prefix is cut, and the configurations of the kernels that do the work."""
+
+    splits: int
+    """Segments of every shared prefix."""
+    prefix: Any
+    """Of paged attention over prefixes."""
+    suffix: Any
+    """Of paged attention over suffixes."""
+    merge: Any
+    """Of `merge_states` for two partial results, else of `combine_partials`."""
+
+    def __post_init__(self):
+        if self.splits not in _SPLITS:
+            raise ValueError(f"splits must be {_mosaic.either(_SPLITS)}, got {self.splits}")
+
+
+# ---------------------------------------------------------------- where the keys of each level lie
+def levels(page_table, lengths, query_start, group_start, shared, *, page: int) -> tuple[list[Table], Table]:
+    """Tables of each level's prefixes, one request a group, and of the suffixes.
+
+    Args:
+        page_table: int32 [B, pages] of whole requests, as are `lengths` [B] and `query_start` [B+1].
+        lengths: keys of each request.
+        query_start: first row of each request.
+        group_start: int32 [L, G+1]: group g of level l holds requests `group_start[l, g]` to `group_start[l, g+1]`.
+        shared: int32 [L, G]: tokens from a request's start to the end of what its group shares at this level.
+        page: slots of a page.
+
+    Returns:
+        for each level a table of G requests (to attend to without causality), then that of the B suffixes (causal).
+    """
+    tables = page_table, lengths, query_start, group_start, shared
+    page_table, lengths, query_start, group_start, shared = map(jnp.asarray, tables)
+    B = page_table.shape[0]
+    if not B:
+        return [], (page_table, lengths, query_start)
+    request = jnp.arange(B, dtype=jnp.int32)
+    done = jnp.zeros(B, jnp.int32)  # tokens of each request that the levels so far have covered
+    found = []
+    for starts, ends in zip(group_start, shared, strict=True):
+        first = jnp.clip(starts[:-1], 0, B - 1)
+        begin = _at(done, first) if found else jnp.zeros_like(first)
+        end = jnp.maximum(ends // page * page, begin)
+        table = page_table, first, begin // page
+        found.append((_shifted(*table), end - begin, _at(query_start, jnp.clip(starts, 0, B))))
+        member = (request[:, None] >= starts[:-1]) & (request[:, None] < starts[1:])
+        done = jnp.where(_any(member), _any(jnp.where(member, end, 0)), done)
+    return found, (_shifted(page_table, request, done // page), lengths - done, query_start)
+
+
+def _at(x, index):
+    """`x[index]` of indices that lie inside."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _any(columns):
+    """The last axis, of which at most one entry is not zero, added up; written out where that lets XLA fuse it."""
+    if columns.shape[-1] > 8:
+        return columns.any(-1) if columns.dtype == bool else columns.sum(-1)
+    out = columns[..., 0]
+    for g in range(1, columns.shape[-1]):
+        out = out | columns[..., g]
+    return out
+
+
+def _shifted(table, rows, columns):
+    """Rows `rows` of a table without their first `columns` entries; what is beyond the end repeats the last."""
+    at = jnp.arange(table.shape[1], dtype=jnp.int32) + columns[:, None]
+    return table.at[rows[:, None], jnp.minimum(at, table.shape[1] - 1)].get(mode="promise_in_bounds")
+
+
+def with_sink(lse, sinks):
+    """The log-sum-exp of keys and sink; finite for an infinite sink, whose weight must win a merge, not vanish."""
+    if sinks is None:
+        return lse
+    return jnp.minimum(jnp.logaddexp(lse, sinks.astype(lse.dtype)), _MAX)
+
+
+# ---------------------------------------------------------------- configuration and legality
+def _parts(*, q, page_table, group_start, shared, splits: int, **args) -> tuple[dict, dict, dict]:
+    """Arguments, as shapes, of the two attention launches and of the merge."""
+    (N, H, _), (L, G) = q.shape, shared.shape
+    pieces = max(1, L * splits)
+
+    def like(x, *shape):
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    common = {k: v for k, v in args.items() if k not in ("lengths", "query_start", "return_lse", "sinks")}
+    common |= {"window": None, "return_lse": True}
+    requests = pieces * (G + 1)
+    prefix = common | {
+        "q": like(q, pieces * N, *q.shape[1:]),
+        "page_table": like(page_table, requests, page_table.shape[1]),
+        "lengths": like(args["lengths"], requests),
+        "query_start": like(args["lengths"], requests + 1),
+        "sinks": None,
+        "causal": False,
+    }
+    suffix = common | {
+        "q": q,
+        "page_table": page_table,
+        "lengths": args["lengths"],
+        "query_start": args["query_start"],
+        "sinks": args["sinks"],
+        "causal": True,
+    }
+    lse = jax.ShapeDtypeStruct((pieces + 1, N, H), jnp.float32)
+    merge: dict[str, Any] = {"o": like(q, pieces + 1, *q.shape), "lse": lse, "base": "e", "return_corrected": False}
+    if pieces == 1:
+        one = jax.ShapeDtypeStruct((N, H), jnp.float32)
+        merge = {"prefix_o": q, "prefix_lse": one, "suffix_o": q, "suffix_lse": one}
+        merge |= {"out_scale": None, "return_lse": False}
+    return prefix, suffix, merge
+
+
+def _merger(merge: dict) -> Any:
+    return merge_states if "prefix_o" in merge else combine_partials
+
+
+def why_not(**args) -> str | None:
+    """None if the kernels can run these arguments, else one sentence."""
+    if 0 in (args["q"].shape[0], args["page_table"].shape[0], *args["shared"].shape):
+        return "needs a query row, a request, a level and a group"
+    prefix, suffix, merge = _parts(splits=_splits(**args), **args)
+    return paged_attention.why_not(**prefix) or paged_attention.why_not(**suffix) or _merger(merge).why_not(**merge)
+
+
+def _splits(*, q, k_pages, page_table, shared, **_) -> int:
+    """Segments that fill the card with tiles, each of at least `_SEGMENT` keys; by shapes alone."""
+    (N, H, _), (L, _) = q.shape, shared.shape
+    K, keys = k_pages.shape[2], page_table.shape[1] * k_pages.shape[1]
+    tiles = max(1, L * K * -(-N * (H // K) // _TILE))
+    wanted = min(2 * _mosaic.num_sms() // tiles, keys // _SEGMENT, 15 // L)
+    return max(s for s in _SPLITS if s <= max(1, wanted))
+
+
+def default_config(**args) -> Config:
+    """Enough segments to fill the card twice over, and the other kernels' own defaults."""
+    return _config(_splits(**args), args)
+
+
+def configs(**args) -> Iterable[Config]:
+    """Every number of segments that the merge can take, with the other kernels' own defaults."""
+    L = args["shared"].shape[0]
+    return [_config(splits, args) for splits in _SPLITS if splits * L <= 15]
+
+
+def _config(splits: int, args: dict) -> Config:
+    prefix, suffix, merge = _parts(splits=splits, **args)
+    return Config(
+        splits=splits,
+        prefix=paged_attention.default_config(**prefix),
+        suffix=paged_attention.default_config(**suffix),
+        merge=_merger(merge).default_config(**merge),
+    )
+
+
+# ---------------------------------------------------------------- launch
+def cascade_attention(
+    *,
+    config: Config,
+    q,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    query_start,
+    group_start,
+    shared,
+    sinks,
+    k_scale,
+    v_scale,
+    scale,
+    softcap,
+    return_lse,
+):
+    """Launch; arguments as prepared by `jaxattn.ops.cascade_attention`."""
+    N, page = q.shape[0], k_pages.shape[1]
+    prefixes, suffix = levels(page_table, lengths, query_start, group_start, shared, page=page)
+    cache = {"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale}
+    cache |= {"scale": scale, "softcap": softcap, "window": None, "return_lse": True}
+
+    def attend(config, q, table: Table, **options):
+        named = dict(zip(("page_table", "lengths", "query_start"), table, strict=True))
+        return paged_attention.paged_attention(config=config, q=q, **named, **cache, **options)
+
+    table = _stacked(prefixes, config.splits, N, page)
+    pieces = len(prefixes) * config.splits
+    rows = q if pieces == 1 else jnp.tile(q, (pieces, 1, 1))
+    o, lse = attend(config.prefix, rows, table, causal=False, sinks=None)
+    own_o, own_lse = attend(config.suffix, q, suffix, causal=True, sinks=sinks)
+    weight = with_sink(own_lse, sinks)
+    if pieces == 1:
+        merged = merge_states.merge_states(
+            config=config.merge,
+            prefix_o=o,
+            prefix_lse=lse,
+            suffix_o=own_o,
+            suffix_lse=weight,
+            out_scale=None,
+            return_lse=False,
+        )
+        return (merged, jnp.logaddexp(lse, own_lse)) if return_lse else merged
+    lse = lse.reshape(pieces, N, -1)
+    merged = combine_partials.combine_partials(
+        config=config.merge,
+        o=jnp.concatenate([o.reshape(pieces, *q.shape), own_o[None]]),
+        lse=jnp.concatenate([lse, weight[None]]),
+        base="e",
+        return_corrected=False,
+    )[0]
+    return (merged, jax.nn.logsumexp(jnp.concatenate([lse, own_lse[None]]), 0)) if return_lse else merged
+
+
+def _stacked(prefixes: list[Table], splits: int, N: int, page: int) -> Table:
+    """One table for all levels and segments, each with rows of its own; a request without keys takes spare rows."""
+    part = jnp.arange(splits, dtype=jnp.int32)[:, None]
+    tables, counts, starts = [], [], []
+    for level, (table, length, rows) in enumerate(prefixes):
+        G = table.shape[0]
+        pages = pl.cdiv(pl.cdiv(length, page), splits)
+        segment = jnp.pad(pages, (0, 1))  # the last request has none
+        length = jnp.pad(length, (0, 1))
+        skipped = part * segment
+        group = jnp.minimum(jnp.arange(G + 1, dtype=jnp.int32), G - 1)
+        tables.append(_shifted(table, jnp.tile(group, splits), skipped.reshape(-1)))
+        counts.append(jnp.clip(length - skipped * page, 0, segment * page).reshape(-1))
+        starts.append(((level * splits + part) * N + rows).reshape(-1))
+    end = jnp.full(1, len(prefixes) * splits * N, jnp.int32)
+    return jnp.concatenate(tables), jnp.concatenate(counts), jnp.concatenate([*starts, end])

@@ -1,0 +1,594 @@
+"""Experts of a mixture on Mosaic GPU (Hopper): two grouped products with fused epilogues, see `jaxattn.ops.experts`.
+
+A grouped product multiplies tiles of rows, each of one expert, with that expert's weight. Thread blocks stay and walk
+over (tile of rows, tile of features); how many tiles there are and whose they are is read from global memory, so
+routings never recompile and nothing waits for the host. One warpgroup loads pieces of 128 bytes of inputs by TMA into a
+ring, one or two multiply 64 rows each.
+
+The first product takes gate and up rows of the same features side by side, so that both halves of an activation lie in
+the same registers; the second one's epilogue multiplies with the routing weights.
+
+Two paths, chosen from shapes alone (`default_config`):
+
+few tokens   every expert that is hit multiplies *all* tokens, which costs nothing beside reading its weights: no
+             sorting, no copies. A row's results for experts that it did not choose are never read.
+many tokens  rows are copied in the order of their experts, each expert filled up to 64 rows; a tile has up to 128.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic, _routing
+from pallas_kernels._gated import Activation
+
+SPAN = 128
+"""Bytes of one step's inputs, and of the columns that are stored together: a swizzle span."""
+BLOCK = 128
+"""Inputs that share a scale in blocks."""
+TOGETHER = 2
+"""Blocks whose products are started at once."""
+ROWS = 64
+"""Rows of one warpgroup."""
+MOST_SHARED = 64
+"""Tokens up to which experts multiply all of them."""
+DTYPES = ("bfloat16", "float16")
+FP8 = ("fp8_tensor", "fp8_block")
+DECODED = ("wna16", "mxfp4", "nvfp4")
+"""Formats whose weights the caller hands over in the dtype of x."""
+
+
+f32, i32 = jnp.float32, jnp.int32
+WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+# ---------------------------------------------------------------- configuration and legality
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Path, shape of a tile and of the ring."""
+
+    shared: bool = False
+    """Every expert multiplies all tokens; at most `MOST_SHARED` of them."""
+    multipliers: int = 2
+    """Warpgroups that multiply, 64 rows each: 1 or 2."""
+    half: int = 128
+    """Half of the features of a tile: 64 or 128."""
+    stages: int = 4
+    """Steps in flight."""
+    spans: int = 1
+    """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
+    prefetch: int = 0
+    """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
+
+    def __post_init__(self):
+        for name, known in (("multipliers", (1, 2)), ("half", (64, 128)), ("spans", (1, 2, 4))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
+        if not 2 <= self.stages <= 12:
+            raise ValueError(f"stages must lie between 2 and 12, got {self.stages}")
+        if self.shared and self.multipliers > 1:
+            raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+
+
+def why_not(*, x, w13, format, **_) -> str | None:
+    """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
+    dtype = jnp.dtype(x.dtype).name
+    if dtype not in DTYPES:
+        return f"x must be {_mosaic.either(DTYPES)}, got {dtype}; tensor cores round float32 to TF32"
+    if format in ("mxfp4", "nvfp4") and dtype != "bfloat16":
+        return f"scales of {format} weights may leave the range of float16; use bfloat16"
+    M, F = x.shape[1], w13.shape[1] // 2
+    multiple = 64 if format in ("none", *DECODED) else 128
+    if M % multiple or F % multiple:
+        return f"M and F must be multiples of {multiple}, got M={M} and F={F}; pad the weights with zeros"
+    if not x.shape[0]:
+        return "there are no tokens"
+    return None
+
+
+def default_config(*, x, w13, ids, format, **_) -> Config:
+    """Few tokens: share them, with narrow tiles and a long ring; else the tile that moves least."""
+    (T, M), (E, F) = x.shape, (w13.shape[0], w13.shape[1] // 2)
+    wide = 128 if F % 128 == 0 and M % 256 == 0 and format not in FP8 else 64
+    if T <= MOST_SHARED:
+        return Config(shared=True, multipliers=1, half=64, stages=8)
+    if T * ids.shape[1] <= 64 * E:  # fewer than 64 rows an expert: the second warpgroup would idle
+        return Config(multipliers=1, half=wide, stages=5 if wide == 128 else 8)
+    return Config(half=wide, stages=4 if wide == 128 else 5)
+
+
+def configs(*, x, w13, format, **more) -> Iterator[Config]:
+    """Every configuration that fits the shapes and shared memory."""
+    (T, M), F = x.shape, w13.shape[1] // 2
+    for half in (64, 128):
+        if half > 64 and (F % half or M % (2 * half) or format in FP8):
+            continue
+        for multipliers in (1, 2):
+            for stages in (3, 4, 5, 6, 8):
+                for shared in (False, True):
+                    if shared and (multipliers > 1 or T > MOST_SHARED):
+                        continue
+                    config = Config(shared=shared, multipliers=multipliers, half=half, stages=stages)
+                    if _smem_bytes(config) <= _mosaic.SMEM_BYTES:
+                        yield config
+    default = default_config(x=x, w13=w13, format=format, **more)
+    yield from (dataclasses.replace(default, prefetch=steps) for steps in (4, 8, 16))
+
+
+def _smem_bytes(c: Config) -> int:
+    """Shared memory of one thread block, barriers included (generously)."""
+    ring = c.stages * c.spans * ((c.multipliers * ROWS + 2 * c.half) * SPAN + c.multipliers * ROWS * 4)
+    return ring + 2 * c.multipliers * ROWS * SPAN + 1024
+
+
+def _illegal(c: Config, T: int, M: int, F: int, format: str) -> str | None:
+    inputs = c.spans * (64 if format == "none" else SPAN)
+    if c.spans > 1 and (M % inputs or F % inputs):
+        return f"spans={c.spans} needs M and F in multiples of {inputs}, got M={M} and F={F}"
+    if c.half > 64 and format in FP8:
+        return f"FP8 needs half=64, got {c.half}"
+    if c.half > 64 and (F % c.half or M % (2 * c.half)):
+        return f"half={c.half} needs F in multiples of {c.half} and M of {2 * c.half}, got F={F} and M={M}"
+    if c.shared and T > MOST_SHARED:
+        return f"shared rows are for at most {MOST_SHARED} tokens, got T={T}"
+    if (used := _smem_bytes(c)) > _mosaic.SMEM_BYTES:
+        given = f"multipliers={c.multipliers}, half={c.half}, stages={c.stages}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
+    return None
+
+
+# ---------------------------------------------------------------- launch
+def experts(
+    *,
+    config: Config,
+    quantize: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]],
+    x,
+    w13,
+    w2,
+    weights,
+    ids,
+    format,
+    w13_scale,
+    w2_scale,
+    w13_bias,
+    w2_bias,
+    activation,
+    limit,
+    alpha,
+    beta,
+    weight_on,
+    expert_map,
+    keep_wide=False,
+    **_,
+):
+    """Run the kernels on prepared arguments of `jaxattn.experts`.
+
+    `quantize(rows)` gives codes and scales as the format wants them: one number, [1, R], [K / 128, R], or none;
+    `keep_wide` leaves what lies between the products in float32.
+
+    Raises:
+        ValueError: `config` does not fit these shapes.
+    """
+    (T, M), E, F = x.shape, w13.shape[0], w2.shape[2]
+    if reason := _illegal(config, T, M, F, format):
+        raise ValueError(f"experts: {reason}")
+    which = _routing.local_experts(ids, E, expert_map)
+    if config.shared:
+        tiles = _routing.shared_tiles(which, weights, E)
+    else:
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers)
+    late = weight_on == "output"
+    act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
+    pairs = activation == "swigluoai"
+    product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
+    codes, scale = quantize(x)
+    a = product(
+        tiles.rows(codes),
+        w13.reshape((E, F, 2, M) if pairs else (E, 2, F, M)),
+        F,
+        act=act,
+        row_scale=_row_scale(format, scale, tiles.scales),
+        weight_scale=_weight_scale(format, w13_scale, scale, lambda s: _halves(s, pairs)),
+        bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
+        weights=None if late else tiles.weights,
+        then=w2 if config.prefetch else None,
+        out_dtype=f32 if keep_wide else x.dtype,
+    )
+    codes, scale = quantize(a if format != "fp8_tensor" else jnp.where(tiles.real[:, None], a, 0))
+    y = product(
+        codes,
+        w2,
+        M,
+        row_scale=_row_scale(format, scale, lambda s: jnp.pad(s, ((0, 0), (0, ROWS)))),
+        weight_scale=_weight_scale(format, w2_scale, scale, lambda s: s),
+        bias=None if w2_bias is None else w2_bias.astype(f32),
+        weights=tiles.weights if late or w2_bias is not None else None,
+        out_dtype=x.dtype,
+    )
+    return tiles.combine(y)
+
+
+def _row_scale(format, scale, spread):
+    """Scales of rows, [K / 128, rows] or [rows], and some more; None where there are none."""
+    if format == "fp8_block":
+        return spread(scale)
+    return spread(scale)[0] if format == "int8" else None
+
+
+def _weight_scale(format, scale, row_scale, halves):
+    """Scales of weights: [E, N / 128, K / 128], one a feature in the order of biases, one an expert, or none."""
+    if format == "int8":
+        return halves(scale[..., 0])
+    return scale * row_scale if format == "fp8_tensor" else scale
+
+
+def _halves(bias, pairs):
+    """Biases of gates and of ups, [2, E, F]."""
+    E, width = bias.shape
+    return bias.reshape(E, width // 2, 2).transpose(2, 0, 1) if pairs else bias.reshape(E, 2, width // 2).swapaxes(0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Everything about one grouped product that is known when it is compiled."""
+
+    config: Config
+    act: Activation | None
+    format: str
+    late: bool
+    N: int
+    """Output features."""
+    K: int
+    unit: int
+    """Rows of a tile start at multiples of this."""
+    dtype: Any
+    """Of rows and weights."""
+    narrow: Any
+    """Of x: what the first product is rounded to."""
+    out_dtype: Any
+
+    @property
+    def width(self) -> int:
+        """Output features of a tile."""
+        return self.config.half * (1 if self.act else 2)
+
+    @property
+    def piece(self) -> int:
+        """Columns that are stored together."""
+        return SPAN // self.out_dtype.itemsize
+
+    @property
+    def across(self) -> int:
+        """Tiles side by side."""
+        return pl.cdiv(self.N, self.width)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one span."""
+        return SPAN // self.dtype.itemsize
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return pl.cdiv(self.K, self.inputs * self.config.spans)
+
+    @property
+    def loaded(self) -> int:
+        """Rows that are fetched for a tile."""
+        return self.unit if self.config.shared else self.config.multipliers * ROWS
+
+    @property
+    def blocks(self) -> bool:
+        """Rows and features have a scale for each block of inputs."""
+        return self.format == "fp8_block"
+
+
+def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=None, **arrays):
+    """Rows of all tiles times their experts' weights, with the epilogue; [tiles.size, N]."""
+    x = _Plan(
+        config=config,
+        act=act,
+        format=format,
+        late=late,
+        N=N,
+        K=rows.shape[1],
+        unit=tiles.unit,
+        dtype=jnp.dtype(rows.dtype),
+        narrow=jnp.dtype(narrow),
+        out_dtype=jnp.dtype(out_dtype),
+    )
+    inputs = {"count": tiles.count, "experts": tiles.experts, "starts": tiles.starts, "filled": tiles.filled}
+    inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
+
+    def body(*refs, **scratch):
+        given = dict(zip((*inputs, "o"), refs, strict=True))
+        _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
+
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tiles.size, N), out_dtype),
+        scratch_types=_scratch(x),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=config.multipliers + 1,
+        thread_name="warpgroup",
+        kernel_name="experts_up" if act else "experts_down",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs.values())
+
+
+def _scratch(x: _Plan) -> dict[str, Any]:
+    c, rows = x.config, x.config.multipliers * ROWS
+    span = _mosaic.swizzled(SPAN, bytes_per_value=x.dtype.itemsize)
+    scratch = {
+        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=span),
+        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=span),
+        "pieces": plgpu.SMEM(
+            (c.multipliers, 2, ROWS, x.piece),
+            x.out_dtype,
+            transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
+        ),
+        "full": plgpu.Barrier(num_arrivals=(3 + x.blocks) * c.spans, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages),
+    }
+    return scratch | ({"scale_ring": plgpu.SMEM((c.stages, c.spans, rows), f32)} if x.blocks else {})
+
+
+# ---------------------------------------------------------------- device code
+def _block(x: _Plan, r: Any) -> None:
+    """One thread block: the warpgroup that loads and those that multiply."""
+    c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
+    warpgroup = lax.axis_index("warpgroup")
+    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+
+    def place(turn):
+        """Tile, its features, and the number of its first step."""
+        at = me + turn * blocks
+        tile = lax.div(at, i32(x.across))
+        return tile, at - tile * x.across, turn * x.steps
+
+    @pl.when(warpgroup == c.multipliers)
+    def _():
+        if c.multipliers > 1:
+            plgpu.set_max_registers(40, action="decrease")
+        lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
+        total = count * x.steps
+        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
+            pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
+
+    if x.act and c.prefetch:
+        pl.when(warpgroup == c.multipliers)(lambda: _prefetch(x, r, me))
+
+    @pl.when(warpgroup < c.multipliers)
+    def _():
+        if c.multipliers > 1:
+            plgpu.set_max_registers(232, action="increase")
+
+        def tile(turn, _):
+            tile, across, first = place(turn)
+            some = warpgroup < r.filled[tile]
+            pl.when(some)(lambda: _multiply(x, r, warpgroup, tile, across, first))
+            if c.multipliers > 1:
+                pl.when(jnp.logical_not(some))(lambda: _skip(x, r, first))
+
+        lax.fori_loop(0, count, tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _input_row(x: _Plan, r: Any, tile):
+    """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
+    return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
+
+
+def _load(x: _Plan, r: Any, tile, across, first) -> None:
+    """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
+    c = x.config
+    expert, row = r.experts[tile], _input_row(x, r, tile)
+
+    def weight(half, inputs):
+        if x.act is None:
+            return r.w.at[expert, pl.ds(across * x.width + half * c.half, c.half), inputs]
+        features = pl.ds(across * c.half, c.half)
+        pairs = x.act.kind == "swigluoai"
+        return r.w.at[expert, features, half, inputs] if pairs else r.w.at[expert, half, features, inputs]
+
+    def step(k, _):
+        at = first + k
+        slot = lax.rem(at, i32(c.stages))
+        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+        full = r.full.at[slot]
+        spans = [k * c.spans + i for i in range(c.spans)]
+        for half in range(2):
+            for i, span in enumerate(spans):
+                where = r.b_ring.at[slot, i, pl.ds(half * c.half, c.half)]
+                plgpu.copy_gmem_to_smem(weight(half, pl.ds(span * x.inputs, x.inputs)), where, full)
+        for i, span in enumerate(spans):
+            rows = r.rows.at[pl.ds(row, x.loaded), pl.ds(span * x.inputs, x.inputs)]
+            plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, x.loaded)], full)
+            if x.blocks:
+                where = r.scale_ring.at[slot, i, pl.ds(0, x.loaded)]
+                plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(row, x.loaded)], where, full)
+
+    lax.fori_loop(0, x.steps, step, None)
+
+
+def _prefetch(x: _Plan, r: Any, me) -> None:
+    """Fetch to the L2 cache what this thread block multiplies first in the next product."""
+    across, width = pl.cdiv(r.then.shape[1], 2 * x.config.half), 2 * x.config.half
+    tile = lax.div(me, i32(across))
+
+    @pl.when(tile < r.count[0])
+    def _():
+        features = pl.ds((me - tile * across) * width, width)
+        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], x.inputs))):
+            plgpu.async_prefetch(r.then.at[r.experts[tile], features, pl.ds(k * x.inputs, x.inputs)])
+
+
+def _skip(x: _Plan, r: Any, first) -> None:
+    """Let one tile's steps pass."""
+
+    def step(k, _):
+        slot = lax.rem(first + k, i32(x.config.stages))
+        plgpu.barrier_wait(r.full.at[slot])
+        plgpu.barrier_arrive(r.empty.at[slot])
+
+    lax.fori_loop(0, x.steps, step, None)
+
+
+def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
+    """64 rows of one tile."""
+    c, expert = x.config, r.experts[tile]
+    sums = (_block_sums if x.format in FP8 else _plain_sums)(x, r, warpgroup, expert, across, first)
+    if x.format in ("none", "fp8_tensor") and r.weight_scale is not None:
+        sums = tuple(part * r.weight_scale[expert] for part in sums)
+    if x.format == "int8":
+        row = _input_row(x, r, tile) + warpgroup * ROWS
+        scale = plgpu.load(r.row_scale.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+        sums = tuple(part.astype(f32) * lax.broadcast_in_dim(scale, part.shape, [0]) for part in sums)
+    row = r.starts[tile] * x.unit + warpgroup * ROWS
+    weights = None
+    if r.weights is not None:
+        weights = plgpu.load(r.weights.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+    stored = x.unit if c.shared else ROWS
+    for i, column in enumerate(range(0, x.width, x.piece)):
+        value = _finished(x, r, sums, column, expert, across, weights).astype(x.out_dtype)
+        piece = r.pieces.at[warpgroup, i % 2]
+        plgpu.wait_smem_to_gmem(0 if x.N % x.width else 1, wait_read_only=True)  # what is not stored does not count
+        piece[...] = value
+        plgpu.commit_smem()
+        at = across * x.width + column
+
+        @pl.when(at < x.N)
+        def _(at=at, piece=piece):
+            where = r.o.at[pl.ds(row, stored), pl.ds(at, x.piece)]
+            plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, stored)], where)
+
+
+def _operands(r: Any, warpgroup, slot, span):
+    return r.a_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)], r.b_ring.at[slot, span].T
+
+
+def _plain_sums(x: _Plan, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, jax.Array]:
+    """Sums over all inputs, both halves [64, half]; int32 for INT8."""
+    del expert, across
+    c = x.config
+
+    def products(sums):
+        def step(k, _):
+            at = first + k
+            slot = lax.rem(at, i32(c.stages))
+            plgpu.barrier_wait(r.full.at[slot])
+            for span in range(c.spans):
+                plgpu.wgmma(sums, *_operands(r, warpgroup, slot, span))
+            plgpu.wgmma_wait(c.spans)
+            before = lax.rem(at + (c.stages - 1), i32(c.stages))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(r.empty.at[before]))
+
+        lax.fori_loop(0, x.steps, step, None)
+        values = sums[...]
+        plgpu.barrier_arrive(r.empty.at[lax.rem(first + (x.steps - 1), i32(c.stages))])
+        return values
+
+    kind = i32 if x.format == "int8" else f32
+    sums = pl.run_scoped(products, _mosaic.ACC((ROWS, 2 * c.half), kind))
+    return sums[:, : c.half], sums[:, c.half :]
+
+
+def _block_sums(x: _Plan, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, jax.Array]:
+    """Sums of sums over 128 inputs, each with the scales of its rows and of its features, if there are any.
+
+    FP8 tensor cores keep about 14 bits of a running sum, so 128 inputs are as far as they go.
+    """
+    c = x.config
+    distance = x.N if x.act else c.half  # from the features of one half to those of the other
+    lines = [lax.div(across * x.width + half * distance, i32(BLOCK)) for half in range(2)]
+
+    blocks = x.steps * c.spans
+
+    def scales(k, count):
+        if not x.blocks:
+            return (None,) * count
+        at = [jnp.minimum(k + i, blocks - 1) for i in range(count)]
+        return tuple(tuple(r.weight_scale[expert, line, i] for line in lines) for i in at)
+
+    def add(k, sums, weight_scales):
+        """Blocks k, k + 1, ...; the first one starts a step."""
+
+        def products(*parts):
+            total = list(sums)
+            at = [(lax.rem(first + lax.div(k, i32(c.spans)) + i // c.spans, i32(c.stages)), i % c.spans) for i in where]
+            for (slot, span), part in zip(at, parts, strict=True):
+                if span == 0:
+                    plgpu.barrier_wait(r.full.at[slot])
+                plgpu.wgmma(part, *_operands(r, warpgroup, slot, span))
+            for i, ((slot, span), part) in enumerate(zip(at, parts, strict=True)):
+                scale = None
+                if x.blocks:
+                    rows = r.scale_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)]
+                    scale = plgpu.load(rows, layout=ROW, optimized=False)
+                value = plgpu.wgmma_accumulator_load(part, wait_n=len(parts) - 1 - i)
+                if span == c.spans - 1:
+                    if x.blocks and _mosaic.interpreting():
+                        plgpu.commit_smem()  # the race detector wants a fence behind loads; the card does not
+                    plgpu.barrier_arrive(r.empty.at[slot])
+                for half in range(2):
+                    mine = value[:, half * c.half : (half + 1) * c.half]
+                    if scale is not None:
+                        mine = mine * lax.broadcast_in_dim(scale * weight_scales[where[i]][half], mine.shape, [0])
+                    total[half] = total[half] + mine
+            return tuple(total)
+
+        for start in range(0, len(weight_scales), TOGETHER):
+            where = range(start, min(start + TOGETHER, len(weight_scales)))
+            sums = pl.run_scoped(products, *[_mosaic.ACC((ROWS, 2 * c.half), f32) for _ in where])
+        return sums
+
+    count = max(TOGETHER, c.spans)
+
+    def step(n, carry):
+        sums, now = carry
+        ahead = scales((n + 1) * count, count)
+        return add(n * count, sums, now), ahead
+
+    zero = plgpu.layout_cast(jnp.zeros((ROWS, c.half), f32), WGMMA)
+    whole, rest = divmod(blocks, count)
+    sums, now = lax.fori_loop(0, whole, step, ((zero, zero), scales(0, count)))
+    return add(whole * count, sums, now[:rest]) if rest else sums
+
+
+def _finished(x: _Plan, r: Any, sums, column: int, expert, across, weights):
+    """The epilogue of some columns: bias, activation, routing weight; float32."""
+    at, half = across * x.width + column, x.config.half
+
+    def line(ref, which):
+        where = (which, expert) if x.act else (expert,)
+        inside = jnp.minimum(at, x.N - x.piece)  # what is outside is not stored
+        values = plgpu.load(ref.at[(*where, pl.ds(inside, x.piece))], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(values, (ROWS, x.piece), [1])
+
+    def part(which, start):
+        value = sums[which][:, start : start + x.piece]
+        if x.format == "int8":
+            value = value * line(r.weight_scale, which)
+        if r.bias is None:
+            return value
+        bias = line(r.bias, which)
+        return value + (bias * spread if spread is not None and not x.late and not x.act else bias)
+
+    spread = None if weights is None else lax.broadcast_in_dim(weights, (ROWS, x.piece), [0])
+    if x.act is None:
+        value = part(column // half, column % half)
+        return value * spread if x.late and spread is not None else value
+    value = x.act(part(0, column), part(1, column), x.narrow)
+    return value if spread is None else value * spread

@@ -1,0 +1,111 @@
+"""Writes of latent rows into a paged cache on Mosaic GPU, in place; see `jaxattn.ops.latent_cache_write`.
+
+One thread block a token. Packed rows are written by `_packed_rows`; the others are lines, whose pieces go to the slot
+as they are, or divided by the scale.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _codes, _frames, _mosaic, _packed_rows
+from pallas_kernels import _plans as plans
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(_packed_rows.Config):
+    """As that of `_packed_rows`."""
+
+
+def why_not(*, latent, rotary, cache, format, page, **_) -> str | None:
+    """None if the kernel can run these arguments, else one sentence."""
+    if jnp.dtype(latent.dtype).name not in plans.DTYPES:
+        return f"latent and rotary must be {_mosaic.either(plans.DTYPES)}, got {jnp.dtype(latent.dtype).name}"
+    if cache.shape[0] * (page or cache.shape[1]) >= 2**31:
+        return f"the cache must have fewer than 2^31 slots, got {cache.shape[0]} pages"
+    if format == "v4":
+        return f"a page must be a multiple of 4 bytes, got {cache.shape[1]}" if cache.shape[1] % 4 else None
+    if format == "fp8_ds_mla":
+        return None
+    found = _frames.line(latent.shape[1] + rotary.shape[1], latent.dtype)
+    return found if isinstance(found, str) else None
+
+
+def default_config(**_) -> Config:
+    """One token a block."""
+    return Config()
+
+
+def configs(**_) -> Iterable[Config]:
+    """All legal configurations."""
+    return Config.choices()
+
+
+def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, scale, page):
+    """Launch; arguments as prepared by `jaxattn.ops.latent_cache_write`."""
+    N, tokens = latent.shape[0], config.tokens
+    if not N:
+        return cache
+    size = cache.shape[1] if page is None else page
+    S = cache.shape[0] * size
+    flat = cache if format == "v4" else cache.reshape(S, cache.shape[2])
+    write, arrays = {"v4": _v4, "fp8_ds_mla": _ds_mla}.get(format, _line)(latent, rotary, scale, size)
+
+    def body(slots_ref, *refs):
+        *inputs, cache_ref = refs
+
+        def one(token):
+            slot = slots_ref[token]
+
+            @pl.when((slot >= 0) & (slot < S))
+            def _():
+                write(token, slot, inputs, cache_ref)
+
+        _packed_rows.each_token(tokens, N, one)
+
+    body.__name__ = "latent_cache_write"
+    launch = plgpu.kernel(body, out_type=(), grid=(pl.cdiv(N, tokens),), grid_names=("block",))
+    (written,) = _packed_rows.in_place(lambda ref: launch(slots, *arrays, ref), [flat])
+    return written.reshape(cache.shape)
+
+
+def _v4(latent, rotary, scale, page):
+    del scale
+    x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.V4.shape)
+
+    def write(token, slot, inputs, cache):
+        numbers = _frames.wide(_packed_rows.V4.load(inputs[0].at[token]))
+        _packed_rows.put_v4(cache, _packed_rows.place_of(slot, page), numbers)
+
+    return write, [x]
+
+
+def _ds_mla(latent, rotary, scale, page):
+    del scale, page
+
+    def write(token, slot, inputs, cache):
+        numbers = _frames.wide(_packed_rows.DS_MLA.load(inputs[0].at[token]))
+        _packed_rows.put_ds_mla(cache, slot.astype(jnp.int32), numbers, inputs[1], token)
+
+    return write, [latent.reshape(-1, *_packed_rows.DS_MLA.shape), rotary.astype(jnp.bfloat16)]
+
+
+def _line(latent, rotary, scale, page):
+    del page
+    x = jnp.concatenate([latent, rotary], 1)
+    line = _frames.line(x.shape[1], x.dtype)
+    assert not isinstance(line, str), line
+
+    def write(token, slot, inputs, cache):
+        at = slot.astype(jnp.int32)
+        pieces = [line.frame.load(line.at(inputs[0], token, start)) for start in line.starts]
+        for start, piece in zip(line.starts, pieces, strict=True):
+            if scale is not None:
+                piece = line.frame.divide(_frames.wide(piece), line.frame.full(inputs[1][0]))
+                piece = _codes.float8(piece)
+            _mosaic.store(line.at(cache, at, start), piece)
+
+    return write, [x] + ([] if scale is None else [scale.astype(jnp.float32).reshape(1)])

@@ -1,0 +1,387 @@
+"""Gates and layer input of hyper-connections on Mosaic GPU (Hopper), see `jaxattn.ops.mhc_pre`.
+
+Two launches. `_products` multiplies streams and weights on tensor cores and adds up squares: bfloat16 times a float32
+weight is exact as three bfloat16 products, and the sums of every 64 columns are added to float32 registers, because
+tensor cores cut off where registers round. Columns are split among thread blocks. `_finish` has one block a token that
+adds the parts up, computes the four input gates and mixes the streams, the last streams first, of which the L2 cache
+still holds some; a few blocks more compute output gates and matrices, a token in each lane.
+
+Where the streams are updated first, `_updated_products` takes the place of `_products`: a step is the same 64 columns
+of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
+and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _exact, _mosaic
+from pallas_kernels import mhc_post as update
+
+_STREAMS, _OUTPUTS = 4, 24
+_TERMS = 3
+"""bfloat16 numbers that add up to a float32."""
+_DEPTH = 64
+"""Columns of a step, one swizzle span."""
+_ROWS, _SPLITS = (64, 128), (1, 2, 4, 8, 16)
+_TOKENS = 128
+"""Matrices of a thread block: one in each lane."""
+_UPDATED = {"rows": 64, "stages": 2}
+"""What fits into shared memory where the streams are updated first: a step has 108 KB."""
+
+f32 = jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shape of the products.
+
+    `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
+    where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split.
+    """
+
+    rows: int = 128
+    splits: int = 8
+    stages: int = 4
+
+    def __post_init__(self):
+        for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+
+
+def why_not(*, residual, y, **_) -> str | None:
+    """None if the kernel can run these arguments, else one sentence."""
+    _, C, M = residual.shape
+    if jnp.dtype(residual.dtype) != jnp.bfloat16:
+        return f"streams must be bfloat16, whose products are exact, got {jnp.dtype(residual.dtype).name}"
+    if C != _STREAMS:
+        return f"the number of streams must be {_STREAMS}, got {C}"
+    if M % 256:
+        return f"the streams' width must be a multiple of 256, got {M}"
+    return None
+
+
+def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
+    steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
+    fits = not updated or all(getattr(config, name) == value for name, value in _UPDATED.items())
+    return fits and not rest and steps >= config.stages
+
+
+def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
+    """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
+    if not _legal(config, C, M, updated):
+        what = f"{op}: splits={config.splits}, stages={config.stages} are not legal for {C} streams of {M}"
+        rows = f" that are updated first, with rows={config.rows}; take rows=64, stages=2, at most {M // 128} splits"
+        raise ValueError(what + rows if updated else what)
+
+
+def default_config(*, residual, y=None, **_) -> Config:
+    """The fewest splits that give a multiprocessor one and a half thread blocks or more."""
+    N, C, M = residual.shape
+    shape = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
+    legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
+    enough = [c for c in legal if -(-N // c.rows) * c.splits >= 3 * _mosaic.num_sms() // 2]
+    return enough[0] if enough else legal[-1]
+
+
+def configs(*, residual, y=None, **_) -> Iterable[Config]:
+    """All legal configurations."""
+    _, C, M = residual.shape
+    every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
+    return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
+
+
+def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, post_mult, eps, rms_eps):
+    """Launch; arguments as prepared by `jaxattn.ops.mhc_pre`."""
+    N, C, M = residual.shape
+    check("mhc_pre", config, C, M, y is not None)
+    if not N:
+        empty = jnp.zeros((0, M), residual.dtype), jnp.zeros((0, C)), jnp.zeros((0, C, C))
+        return empty if y is None else (*empty, residual)
+    if y is None:
+        parts, squares = products(config, residual.reshape(N, C * M), fn)
+    else:
+        residual, parts, squares = _updated_products(config, residual, y, post, comb, fn)
+    numbers = {"iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
+    out = _finish(residual, parts, squares, scale, base, **numbers)
+    return out if y is None else (*out, residual)
+
+
+# ---------------------------------------------------------------- products
+def split_weights(fn: jax.Array) -> jax.Array:
+    """bfloat16 [3 O, W] whose rows O apart add up to those of float32 `fn` [O, W], the largest part first."""
+    parts, rest = [], fn
+    for _ in range(_TERMS):
+        parts.append(_exact.rounded(rest, jnp.bfloat16))
+        rest = rest - parts[-1]
+    return jnp.concatenate(parts).astype(jnp.bfloat16)
+
+
+def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Parts of `x fn^T` [splits, rows, O] and of the sums of squares [splits, rows]; rows beyond N hold anything.
+
+    Args:
+        config: shape.
+        x: bfloat16 [N, W].
+        fn: float32 [O, W], O a multiple of 8.
+    """
+    (N, W), outputs = x.shape, fn.shape[0]
+    rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), -(-N // config.rows)
+    strips = _mosaic.strips(jnp.bfloat16, 128)
+    memory = _mosaic.swizzled(128, bytes_per_value=2)
+
+    def body(x_ref, fn_ref, parts_ref, squares_ref):
+        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+
+        def step(_, x_smem, fn_smem, carry):
+            sums, before = carry
+
+            def multiply(acc):
+                plgpu.wgmma(acc, x_smem, fn_smem.T)
+                numbers = plgpu.load(x_smem, layout=strips, optimized=False).astype(f32)
+                squares = before + numbers * numbers
+                sums = acc[...]
+                plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
+                return sums, squares
+
+            found, squares = pl.run_scoped(multiply, _mosaic.ACC((rows, _TERMS * outputs), f32))
+            return _add_terms(sums, found), squares
+
+        where = split * steps
+        pipeline = plgpu.emit_pipeline(
+            step,
+            grid=(steps,),
+            in_specs=[
+                plgpu.BlockSpec((rows, _DEPTH), lambda k: (tile, where + k), transforms=memory),
+                plgpu.BlockSpec((_TERMS * outputs, _DEPTH), lambda k: (0, where + k), transforms=memory),
+            ],
+            max_concurrent_steps=config.stages,
+            init_carry=(
+                plgpu.layout_cast(jnp.zeros((rows, outputs), f32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.zeros((rows, _DEPTH), f32), strips),
+            ),
+        )
+        sums, squares = pipeline(x_ref, fn_ref)
+        at = pl.ds(tile * rows, rows)
+        _mosaic.store(parts_ref.at[split, at], sums)
+        _mosaic.store(squares_ref.at[split, at], jnp.sum(squares, axis=1))
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((config.splits, tiles * rows, outputs), f32),
+            jax.ShapeDtypeStruct((config.splits, tiles * rows), f32),
+        ],
+        grid=(tiles, config.splits),
+        grid_names=("tile", "split"),
+        kernel_name="mhc_products",
+    )(x, split_weights(fn))
+
+
+def _add_terms(sums: jax.Array, found: jax.Array) -> jax.Array:
+    """Sums [rows, O] and the products [rows, 3 O] with the parts of weights, the smallest first."""
+    outputs = sums.shape[1]
+    for i in reversed(range(_TERMS)):
+        sums = sums + found[:, i * outputs : (i + 1) * outputs]
+    return sums
+
+
+def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Streams [N, C, M] after `mhc_post`, and what `products` makes of them, in one pass over memory."""
+    (N, C, M), outputs, rows = residual.shape, fn.shape[0], config.rows
+    steps, tiles, few = M // (config.splits * _DEPTH), -(-N // rows), 16
+    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _mosaic.swizzled(128, bytes_per_value=2)
+    # a row for each coefficient, comb before post: a vector of tokens is one load
+    gates = jnp.concatenate([comb.reshape(N, C * C), post], 1).T
+    gates = jnp.pad(gates, ((0, 0), (0, tiles * rows - N)))
+
+    def body(r_ref, y_ref, fn_ref, gates_ref, o_ref, parts_ref, squares_ref, o_smem):
+        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+
+        def updated(part, inputs, outs):
+            """Update 16 tokens; returns the sums of squares over streams."""
+            at, tokens = pl.ds(part * few, few), pl.ds(tile * rows + part * few, few)
+
+            def load(ref):
+                return plgpu.load(ref.at[at], layout=strips, optimized=False).astype(f32)
+
+            def gate(i):
+                values = plgpu.load(gates_ref.at[i, tokens], layout=strips.reduce(1), optimized=False)
+                return lax.broadcast_in_dim(values, (few, _DEPTH), [0])
+
+            *streams, out = map(load, inputs)
+            squares = 0.0
+            for j, ref in enumerate(outs):
+                mixed = update.mixed(streams, out, [gate(i * C + j) for i in range(C)], gate(C * C + j))
+                mixed = mixed.astype(jnp.bfloat16)
+                ref[at, :] = mixed
+                squares = squares + mixed.astype(f32) * mixed.astype(f32)
+            return jnp.sum(squares, axis=1)
+
+        def step(index, *refs):
+            inputs, fns, (sums, before), [k] = refs[: C + 1], refs[C + 1 : -1], refs[-1], index
+            outs = [o_smem.at[k & 1, i] for i in range(C)]
+            plgpu.wait_smem_to_gmem(C, wait_read_only=True)  # of the step before the last
+            squares = [x + updated(part, inputs, outs) for part, x in enumerate(before)]
+            plgpu.commit_smem()
+            for i, numbers in enumerate(outs):
+                there = o_ref.at[pl.ds(tile * rows, rows), pl.ds((first(i) + k) * _DEPTH, _DEPTH)]
+                plgpu.copy_smem_to_gmem(numbers, there)
+
+            for numbers, weights in zip(outs, fns, strict=True):
+
+                def multiply(acc, numbers=numbers, weights=weights):
+                    plgpu.wgmma(acc, numbers, weights.T)
+                    return acc[...]
+
+                found = pl.run_scoped(multiply, _mosaic.ACC((rows, _TERMS * outputs), f32))
+                sums = _add_terms(sums, found)
+            plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
+            return sums, squares
+
+        def first(stream):
+            """The first block of columns."""
+            return stream * (M // _DEPTH) + split * steps
+
+        def columns(height, row, stream):
+            return plgpu.BlockSpec((height, _DEPTH), lambda k: (row, first(stream) + k), transforms=memory)
+
+        pipeline = plgpu.emit_pipeline(
+            step,
+            grid=(steps,),
+            in_specs=[
+                *(columns(rows, tile, i) for i in range(C)),
+                columns(rows, tile, 0),
+                *(columns(_TERMS * outputs, 0, i) for i in range(C)),
+            ],
+            max_concurrent_steps=config.stages,
+            init_carry=(
+                plgpu.layout_cast(jnp.zeros((rows, outputs), f32), plgpu.Layout.WGMMA),
+                [plgpu.layout_cast(jnp.zeros(few, f32), strips.reduce(1))] * (rows // few),
+            ),
+        )
+        sums, squares = pipeline(*[r_ref] * C, y_ref, *[fn_ref] * C)
+        _mosaic.store(parts_ref.at[split, pl.ds(tile * rows, rows)], sums)
+        for part, x in enumerate(squares):
+            _mosaic.store(squares_ref.at[split, pl.ds(tile * rows + part * few, few)], x)
+        plgpu.wait_smem_to_gmem(0)
+
+    streams, parts, squares = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((N, C * M), residual.dtype),
+            jax.ShapeDtypeStruct((config.splits, tiles * rows, outputs), f32),
+            jax.ShapeDtypeStruct((config.splits, tiles * rows), f32),
+        ],
+        grid=(tiles, config.splits),
+        grid_names=("tile", "split"),
+        scratch_types=[plgpu.SMEM((2, C, rows, _DEPTH), residual.dtype, transforms=memory)],
+        kernel_name="mhc_updated_products",
+    )(residual.reshape(N, C * M), y, split_weights(fn), gates)
+    return streams.reshape(N, C, M), parts, squares
+
+
+# ---------------------------------------------------------------- gates, matrices, the layer's input
+def _token_lanes() -> Any:
+    """[128, 4, 4]: a token in each lane."""
+    tiling = plgpu.Tiling(((_TOKENS, _STREAMS, _STREAMS), (32, 1, _STREAMS)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3,), vector_dim=-1)
+
+
+def _finish(residual, parts, squares, scale, base, *, iters, post_mult, eps, rms_eps):
+    """Layer input, output gates and matrices."""
+    (N, C, M), (splits, padded, outputs) = residual.shape, parts.shape
+    blocks = -(-N // _TOKENS)
+    more = max(0, blocks * _TOKENS - padded)
+    parts = jnp.pad(parts, ((0, 0), (0, more), (0, 0))).reshape(splits, -1, outputs // C, C)
+    squares = jnp.pad(squares, ((0, 0), (0, more)))
+    lanes, shape = _token_lanes(), (_TOKENS, C, C)
+    row, one = lanes.reduce(1), lanes.reduce(2).reduce(1)
+
+    def load(ref, kind):
+        return plgpu.load(ref, layout=kind, optimized=False)
+
+    def total(pick, kind):
+        return lax.fori_loop(1, splits, lambda i, found: found + load(pick(i), kind), load(pick(0), kind))
+
+    def divided(a, axis, smallest):
+        """`a` over its sums along an axis."""
+        below = lax.broadcast_in_dim(jnp.sum(a, axis) + smallest, shape, [0, 3 - axis])
+        return _mosaic.divide(a, below, lanes)
+
+    def matrices(block, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref):
+        at = pl.ds(block * _TOKENS, _TOKENS)
+        mean = total(lambda i: squares_ref.at[i, at], one)
+        mean = _mosaic.divide(mean, jnp.full_like(mean, C * M), one) + rms_eps
+        root = _mosaic.pointwise("sqrt.rn.f32", jnp.sqrt, one, mean)
+        norm = _mosaic.divide(jnp.full_like(root, 1.0), root, one)
+        u = total(lambda i: parts_ref.at[i, at, 1], row) * lax.broadcast_in_dim(norm, shape[:2], [0])
+        u = u * scale_ref[1] + lax.broadcast_in_dim(load(base_ref.at[1], row.reduce(0)), u.shape, [1])
+        _mosaic.store(post_ref.at[at], _mosaic.divide(jnp.full_like(u, 1.0), 1 + jnp.exp(-u), row) * post_mult)
+        a = total(lambda i: parts_ref.at[i, at, pl.ds(2, C)], lanes) * lax.broadcast_in_dim(norm, shape, [0])
+        bias = load(base_ref.at[pl.ds(2, C)], lanes.reduce(0))
+        a = a * scale_ref[2] + lax.broadcast_in_dim(bias, shape, [1, 2])
+        a = jnp.exp(a - lax.broadcast_in_dim(jnp.max(a, 2), shape, [0, 1]))
+        a = divided(divided(a, 2, 0.0) + eps, 1, eps)
+        a = lax.fori_loop(0, iters - 1, lambda _, a: divided(divided(a, 2, eps), 1, eps), a)
+        _mosaic.store(comb_ref.at[at], a)
+
+    def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref, post_ref, comb_ref):
+        index = lax.axis_index("block")
+
+        @pl.when(index < blocks)
+        def _():
+            matrices(index, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref)
+
+        @pl.when(index >= blocks)
+        def _():
+            token = blocks + N - 1 - index
+            gates = input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
+            mix(x_ref, o_ref, token, gates)
+
+    types = [
+        jax.ShapeDtypeStruct((N, M), residual.dtype),
+        jax.ShapeDtypeStruct((blocks * _TOKENS, C), f32),
+        jax.ShapeDtypeStruct((blocks * _TOKENS, C, C), f32),
+    ]
+    x, post, comb = plgpu.kernel(
+        body, out_type=types, grid=(blocks + N,), grid_names=("block",), kernel_name="mhc_finish"
+    )(residual.reshape(N * C, M), parts, squares, scale, base.reshape(-1, C))
+    return x, post[:N], comb[:N]
+
+
+def input_gates(C: int, M: int, token, parts_ref, squares_ref, scale_ref, base_ref, eps: float, rms_eps: float) -> list:
+    """The input gates of a token, scalars, from parts [splits, N, O / C, C] of products and [splits, N] of squares."""
+
+    def add(i, found):
+        return [a + b for a, b in zip(found, part(i), strict=True)]
+
+    def part(i):
+        return [squares_ref[i, token], *(parts_ref[i, token, 0, stream] for stream in range(C))]
+
+    squares, *u = lax.fori_loop(1, squares_ref.shape[0], add, part(0))
+    norm = lax.rsqrt(squares * (1 / (C * M)) + rms_eps)
+    return [1 / (1 + jnp.exp(-(x * norm * scale_ref[0] + base_ref[0, i]))) + eps for i, x in enumerate(u)]
+
+
+def mix(x_ref: Any, o_ref: Any, token: Any, gates: list) -> None:
+    """`o[token] = sum_i gates[i] x[token C + i]`, rounded once."""
+    C, M = len(gates), x_ref.shape[1]
+    columns = next(c for c in (1024, 512, 256) if M % c == 0)
+    kind = update.layout(columns, jnp.dtype(x_ref.dtype).itemsize)
+    for start in range(0, M, columns):
+        here = pl.ds(start, columns)
+        streams = [plgpu.load(x_ref.at[token * C + i, here], layout=kind, optimized=False) for i in range(C)]
+        out = streams[0].astype(f32) * gates[0]
+        for x, gate in zip(streams[1:], gates[1:], strict=True):
+            out += x.astype(f32) * gate
+        _mosaic.store(o_ref.at[token, here], out.astype(o_ref.dtype))

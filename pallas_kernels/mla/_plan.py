@@ -1,0 +1,293 @@
+"""How latent attention cuts its work: configurations, what fits the hardware, scratch memory."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic, _partials
+
+ROWS = 64
+"""Rows of a tile: the M of one wgmma."""
+PIECE = 64
+"""Columns of a 128-byte span of 16-bit values."""
+BLOCK = 64
+"""Keys per step."""
+READERS = 2
+"""Warpgroups that compute."""
+DTYPES = ("bfloat16", "float16")
+FORMATS = ("plain", "fp8", "fp8_ds_mla")
+LATENT, SCALED = 512, 128
+"""Codes of an `fp8_ds_mla` row, and how many of them share a scale. Bytes: codes | float32 scales | bfloat16 rest."""
+SCALES = LATENT // SCALED
+SCALE_BYTES = 4 * SCALES
+PAGES = (16, 32, 64, 128, 256)
+MAX_D = 576
+MAX_DV = 512
+TOLD = 4
+"""Items that the producer may tell of before the first is forgotten."""
+KEPT = 4
+"""Blocks whose pages are remembered."""
+FIELDS = 32
+REGISTERS = 56, 224
+"""Registers of a thread of the producer and of a reader."""
+_LEAST_KEYS = 1024
+"""Page tables of so many rows are not worth cutting up."""
+
+
+# ---------------------------------------------------------------- configuration and legality
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the keys of a batch are shared out among thread blocks; neither option: one thread block a tile."""
+
+    split_pages: int | None = None
+    """Pages of a split, boundaries that depend on a key's position alone: bits do not depend on the rest of a batch."""
+    num_shares: int | None = None
+    """Equal shares that all blocks of keys of the batch, in a row, are cut into."""
+    values_first: bool = True
+    """The product with the other warpgroup's values is issued ahead of the next scores: frees its memory earlier."""
+
+    pair: bool = False
+    """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
+    the traffic out of L2."""
+
+    def __post_init__(self):
+        _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about a call that is known when it is compiled."""
+
+    N: int
+    H: int
+    D: int
+    Dv: int
+    B: int
+    pool: int
+    page: int
+    pages: int
+    """Columns of the page table."""
+    dtype: Any
+    format: str
+    """Of the cache."""
+    scale: float
+    causal: bool
+    config: Config
+    interpreted: bool
+    num_sms: int
+
+    @property
+    def codes(self) -> bool:
+        """The cache holds float8_e4m3fn codes."""
+        return self.format != "plain"
+
+    @property
+    def packed(self) -> bool:
+        """The cache holds rows of bytes: codes, scales and bfloat16 numbers."""
+        return self.format == "fp8_ds_mla"
+
+    # ------------------------------------------------ tiles
+    @property
+    def granule(self) -> int:
+        """Rows of q and o that one copy moves: every tile has a multiple of it."""
+        return math.gcd(self.H, ROWS)
+
+    @property
+    def gap(self) -> int:
+        """Numbers of tiles left out between requests, where tiles of a request need not be full."""
+        return int(self.H % ROWS > 0)
+
+    @property
+    def members(self) -> int:
+        """Thread blocks of a cluster. Each has slots, partial sums and notes of its own."""
+        return 2 if self.config.pair else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a cluster's tiles."""
+        return ROWS * self.members
+
+    @property
+    def slots(self) -> int:
+        """Tile i of request b, its (token, head) rows from i * rows on, has slot start[b] H // rows + gap b + i."""
+        return self.N * self.H // self.rows + self.gap * (self.B + 1)
+
+    @property
+    def blocks(self) -> int:
+        """Most blocks of keys of a request."""
+        return -(-self.pages * self.page // BLOCK)
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of 64 columns of a block."""
+        return max(1, BLOCK // self.page)
+
+    @property
+    def fetches(self) -> int:
+        """TMA copies of a block: packed rows have scales beside 64 columns of codes each, and the rest."""
+        return self.copies * (LATENT // PIECE + 2 if self.packed else self.D // PIECE)
+
+    # ------------------------------------------------ the work
+    @property
+    def split_blocks(self) -> int:
+        """Blocks of keys of a split."""
+        return self.blocks if self.config.split_pages is None else self.config.split_pages * self.page // BLOCK
+
+    @property
+    def num_splits(self) -> int:
+        """Splits that a tile may have."""
+        return -(-self.blocks // self.split_blocks)
+
+    @property
+    def grid(self) -> int:
+        """Clusters."""
+        return self.config.num_shares or min(self.num_sms // self.members, self.slots * self.num_splits)
+
+    @property
+    def partials(self) -> int:
+        """Partial sums that may be kept.
+
+        Split n of a slot keeps its own in slot * num_splits + n; share s has s for the tile that it continues and
+        num_shares + s for the last one that it begins.
+        """
+        if self.config.num_shares is not None:
+            return 2 * self.config.num_shares
+        return self.slots * self.num_splits if self.num_splits > 1 else 0
+
+    @property
+    def entries(self) -> int:
+        """Tiles that may have been cut: notes for the kernel that combines them."""
+        return self.config.num_shares or self.slots
+
+
+def make(config: Config, *, q, cache, page_table, scale, value_dim, causal, format, **_) -> Plan:
+    """The plan of prepared arguments."""
+    (N, H, D), (B, pages) = q.shape, page_table.shape
+    return Plan(
+        N=N,
+        H=H,
+        D=D,
+        Dv=value_dim,
+        B=B,
+        pool=cache.shape[0],
+        page=cache.shape[1],
+        pages=pages,
+        dtype=jnp.dtype(q.dtype),
+        format=format,
+        scale=scale,
+        causal=causal,
+        config=config,
+        interpreted=_mosaic.interpreting(),
+        num_sms=_mosaic.num_sms(),
+    )
+
+
+def why_not(**args) -> str | None:
+    """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
+    x = make(Config(), **args)
+    if x.dtype.name not in DTYPES:
+        return f"q must be {_mosaic.either(DTYPES)}, got {x.dtype.name}"
+    if args["format"] not in FORMATS:
+        return f"the cache must have format {_mosaic.either(FORMATS)}, got {args['format']}"
+    if x.packed and x.dtype != jnp.bfloat16:
+        return f"q must be bfloat16, as rotated keys of format fp8_ds_mla are, got {x.dtype.name}"
+    if x.D % PIECE or x.D > MAX_D:
+        return f"a row must be a multiple of {PIECE} numbers, at most {MAX_D}, got D={x.D}"
+    if x.Dv % (2 * PIECE) or x.Dv > MAX_DV:
+        return f"value_dim must be a multiple of {2 * PIECE}, at most {MAX_DV}, got {x.Dv}"
+    if x.page not in PAGES:
+        return f"the page size must be {_mosaic.either(PAGES)}, got {x.page}"
+    if 0 in (x.N, x.H, x.B, x.pages):
+        return f"needs a query row, a head, a request and a table column, got {x.N}, {x.H}, {x.B} and {x.pages}"
+    if (units := (x.slots + x.B) * x.blocks) >= 2**31:
+        return f"the batch may hold {units} blocks of keys, more than a 32-bit number counts"
+    return None
+
+
+def illegal(x: Plan) -> str | None:
+    """Why a legal configuration does not fit these shapes."""
+    pages = x.config.split_pages
+    if pages is not None and pages * x.page % BLOCK:
+        return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
+    if x.H % x.rows and x.config.pair:
+        return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
+    return None
+
+
+def default(x: Plan) -> Config:
+    """Equal shares for all multiprocessors, where there is something to share out."""
+    if x.pages * x.page <= _LEAST_KEYS:
+        return Config()
+    return Config(num_shares=min(x.num_sms, x.slots * -(-x.blocks // 4)))
+
+
+def candidates(x: Plan) -> Iterator[Config]:
+    """Configurations to time."""
+    for pair in (False, True):
+        for how in ({}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}):
+            for values_first in (True, False):
+                config = Config(values_first=values_first, pair=pair, **how)
+                if illegal(dataclasses.replace(x, config=config)) is None:
+                    yield config
+
+
+# ---------------------------------------------------------------- scratch memory
+def scratch(x: Plan) -> dict[str, Any]:
+    """Scratch of one thread block; its shared memory is full to the last kilobyte.
+
+    Tiles are cut in pieces of 64 columns, whose rows of 128 bytes TMA takes from anywhere: with tiles of 8 rows it
+    would insist on rows that are multiples of 8. A swizzled piece looks the same in memory either way, so that each
+    exists twice: `_rows` for TMA and `_tile` for wgmma. Codes of a block, `k_raw`, arrive in the second half of its
+    place, from where they are decoded piece by piece. Of packed rows, whose latent is a piece shorter, codes end where
+    the last piece begins: that one's bytes, `k_rest`, arrive where they belong, those of scales, `k_marks`, at the
+    front of the place. Results leave through q's memory.
+    """
+    pieces = x.D // PIECE
+    rows, tile = (_mosaic.swizzled(128, bytes_per_value=2, rows=n) for n in (1, 8))
+
+    def memory(shape, transforms):
+        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+    kinds = [("q", (1, pieces, ROWS, PIECE)), ("k", (READERS, pieces, BLOCK, PIECE))]
+    out: dict[str, Any] = {}
+    for name, shape in kinds:
+        members = [memory(shape, tile)] if x.interpreted else [memory(shape, rows), memory(shape, tile)]
+        if x.codes and name == "k":
+            members += _coded(x, pieces)
+        out[name] = members[0] if len(members) == 1 else tuple(members) if x.interpreted else plgpu.RefUnion(*members)
+    if x.interpreted:  # the interpreter multiplies what is in shared memory only
+        out["p_own"] = memory((READERS, ROWS, BLOCK), tile)
+    return out | {
+        "p_tile": memory((ROWS, BLOCK), tile),
+        "stats": plgpu.SMEM((1 + READERS, ROWS), jnp.float32),
+        "told": plgpu.SMEM((TOLD + KEPT, FIELDS), jnp.int32),
+        "told_bar": plgpu.Barrier(num_barriers=TOLD),
+        "q_bar": plgpu.Barrier(num_arrivals=ROWS // x.granule * pieces),
+        "q_free": plgpu.Barrier(num_arrivals=READERS),
+        "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches, num_barriers=READERS),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
+        "k_free": plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=READERS, num_barriers=READERS)
+        if x.config.pair
+        else plgpu.Barrier(num_arrivals=READERS, num_barriers=READERS),
+        "p_bar": plgpu.Barrier(num_barriers=READERS),
+        "sum_bar": plgpu.Barrier(num_barriers=READERS),
+    }
+
+
+def _coded(x: Plan, pieces: int) -> list[Any]:
+    """Further views of the blocks' places: what arrives as codes; of packed rows also other bytes.
+
+    656 bytes are no whole number of tiles, so that bytes are swizzled only: in memory that makes no difference.
+    """
+    raw = READERS, 2 * pieces, BLOCK, PIECE
+    if not x.packed:
+        return [plgpu.SMEM(raw, jnp.float8_e4m3fn)]
+    rest, marks = (READERS, pieces, BLOCK, 2 * PIECE), (READERS, 2 * PIECE // SCALE_BYTES * pieces, BLOCK, SCALE_BYTES)
+    _, narrow = _mosaic.swizzled(PIECE, bytes_per_value=1)
+    _, wide = _mosaic.swizzled(2 * PIECE, bytes_per_value=1)
+    each = (raw, (narrow,)), (rest, (wide,)), (marks, ())
+    return [plgpu.SMEM(shape, jnp.uint8, transforms=how) for shape, how in each]

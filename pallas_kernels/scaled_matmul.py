@@ -1,0 +1,513 @@
+"""Products of FP8 and INT8 codes with scales on Mosaic GPU (Hopper), see `jaxattn.ops.scaled_matmul`.
+
+Thread blocks stay and walk over tiles of `rows` x `features` outputs. One warpgroup loads blocks of 128 inputs by TMA
+into a ring of `stages` slots, two multiply. Each takes its half of the rows; with few rows (`split`) both take the same
+64 rows and every other block of inputs, and add up at the end.
+
+FP8 tensor cores keep about 14 bits of a running sum, so the sum of each block of 128 inputs (with block scales), or of
+`PROMOTE` such blocks, is added to a float32 sum in registers. INT8 sums are int32, exact.
+
+Activations [N, groups, M] multiply a block-diagonal weight: features are shared out equally, each to its own inputs.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _inline, _mosaic
+
+BLOCK = 128
+"""Inputs of one step: a swizzle span of 8-bit codes."""
+PROMOTE = 4
+"""Steps whose FP8 products one accumulator adds up."""
+TOGETHER = 8
+"""Steps written out in a row; the tensor cores run dry after them only."""
+SCALES = 4
+"""Columns of block scales that are fetched together: TMA copies 16 bytes at least."""
+CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
+TILES = ((128, 128, 6), (128, 64, 8), (64, 64, 6), (64, 32, 8), (64, 16, 8))
+"""Rows, features and stages by default, large tiles first."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+f32, i32 = jnp.float32, jnp.int32
+
+
+# ---------------------------------------------------------------- configuration and legality
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Shape of a tile and of the ring."""
+
+    rows: int = 128
+    """Activation rows of a tile: 64, 128 or, for INT8 without blocks, 256; 64 means `split`."""
+    features: int = 128
+    """Output features of a tile: 16, 32, 64 or 128."""
+    stages: int = 6
+    """Steps in flight; with 64 rows a step is two blocks of inputs."""
+    cluster: int = 1
+    """Thread blocks side by side that share the activations: 1 or 2."""
+    width: int = 8
+    """Tiles that are walked side by side before the next row of tiles, for the cache."""
+
+    def __post_init__(self):
+        for name, known in (("rows", (64, 128, 256)), ("features", (16, 32, 64, 128)), ("cluster", (1, 2))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
+        if not 2 <= self.stages <= 16:
+            raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.width < 1:
+            raise ValueError(f"width must be at least 1, got {self.width}")
+
+    @property
+    def split(self) -> bool:
+        """Both warpgroups take the same rows."""
+        return self.rows == 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Everything about a call that is known when it is compiled."""
+
+    N: int
+    M: int
+    F: int
+    a_dtype: Any
+    b_dtype: Any
+    out_dtype: Any
+    blocks: bool
+    config: Config
+    groups: int | None = None
+    """Of inputs and features, None = activations are a matrix."""
+
+    @property
+    def together(self) -> int:
+        """Features that have the same inputs."""
+        return self.F // (self.groups or 1)
+
+    def scale_row(self, feature):
+        """Of a feature's block scales."""
+        if self.groups is None:
+            return lax.div(feature, i32(BLOCK))
+        group, inside = lax.div(feature, i32(self.together)), lax.rem(feature, i32(self.together))
+        return group * pl.cdiv(self.together, BLOCK) + lax.div(inside, i32(BLOCK))
+
+    @property
+    def integer(self) -> bool:
+        return self.a_dtype == jnp.int8
+
+    @property
+    def parts(self) -> int:
+        """Blocks of inputs of one step."""
+        return 2 if self.config.split else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return pl.cdiv(pl.cdiv(self.M, BLOCK), self.parts)
+
+    @property
+    def waves(self) -> int:
+        """Groups of 64 rows of one warpgroup."""
+        return 1 if self.config.split else self.config.rows // 128
+
+    @property
+    def total(self):
+        """Dtype of sums over all inputs."""
+        return i32 if self.integer and not self.blocks else f32
+
+    @property
+    def piece(self) -> int:
+        """Columns of the output that go through shared memory together."""
+        return min(self.config.features, BLOCK // self.out_dtype.itemsize)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles along rows and along features, the latter by cluster."""
+        return pl.cdiv(self.N, self.config.rows), pl.cdiv(self.F, self.config.features * self.config.cluster)
+
+
+def _plan(config: Config, *, a, b, block, out_dtype, **_) -> _Plan:
+    return _Plan(
+        N=a.shape[0],
+        M=a.shape[-1],
+        F=b.shape[0],
+        a_dtype=jnp.dtype(a.dtype),
+        b_dtype=jnp.dtype(b.dtype),
+        out_dtype=jnp.dtype(out_dtype),
+        blocks=block is not None,
+        config=config,
+        groups=a.shape[1] if len(a.shape) == 3 else None,
+    )
+
+
+def why_not(*, block, **args) -> str | None:
+    """None if the kernel can run these arguments, else one sentence; shapes, dtypes and options are enough."""
+    x = _plan(Config(), block=block, **args)
+    if x.a_dtype.name not in CODES:
+        return f"codes must be {_mosaic.either(CODES)}, got {x.a_dtype.name}"
+    if not x.integer and x.out_dtype == f32:
+        return "FP8 tensor cores keep about 14 bits of a sum, so float32 results of FP8 codes come from the reference"
+    if block not in (None, BLOCK):
+        return f"block must be {BLOCK}, got {block}"
+    if 0 in (x.N, x.M, x.F):
+        return f"needs rows, input and output features, got {x.N}, {x.M} and {x.F}"
+    if x.M % 16:
+        return f"the input features must be a multiple of 16, got {x.M}; pad both operands with zeros"
+    if x.F * x.out_dtype.itemsize % 16:
+        return f"rows of the output must be multiples of 16 bytes, got {x.F} of {x.out_dtype.name}; pad the weight"
+    return None
+
+
+def default_config(**args) -> Config:
+    """The largest tiles of which there are enough for the card; with many rows two blocks share the activations."""
+    x = _plan(Config(), **args)
+    if x.integer and not x.blocks and x.N > 512:
+        return Config(rows=256, stages=4)
+
+    def enough(rows, features):
+        if x.groups and x.together % features:
+            return False
+        return (rows == 64 or x.N > 64) and pl.cdiv(x.N, rows) * pl.cdiv(x.F, features) >= _mosaic.num_sms() * 3 // 4
+
+    rows, features, stages = next((tile for tile in TILES if enough(*tile[:2])), TILES[-1])
+    cluster = 2 if rows == 128 and x.together % (2 * features) == 0 else 1
+    return Config(rows=rows, features=features, stages=stages, cluster=cluster)
+
+
+def configs(**args) -> Iterator[Config]:
+    """Every configuration that fits shared memory and registers."""
+    for rows in (64, 128, 256):
+        for features in (16, 32, 64, 128):
+            for stages in (4, 6, 8):
+                for cluster in (1, 2):
+                    config = Config(rows=rows, features=features, stages=stages, cluster=cluster)
+                    if _illegal(_plan(config, **args)) is None:
+                        yield config
+
+
+def _illegal(x: _Plan) -> str | None:
+    c = x.config
+    if c.rows == 256 and x.total != i32:
+        return "rows=256 leaves no registers for float32 sums beside products; use 128"
+    if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
+        given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
+        return f"{given} needs output features in multiples of {c.features * c.cluster}, got {x.together}"
+    if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
+        given = f"rows={c.rows}, features={c.features}, stages={c.stages}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
+    return None
+
+
+# ---------------------------------------------------------------- scratch memory
+def _scratch(x: _Plan) -> dict[str, Any]:
+    """Scratch of one thread block; `other` carries the second warpgroup's sums with `split`."""
+    c = x.config
+    tiles = _inline.span()
+    out = _inline.span(x.piece * x.out_dtype.itemsize)
+    writers = 1 if c.split else 2
+    scratch = {
+        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
+        "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
+        "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
+        "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
+        if c.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=c.stages),
+    }
+    if x.blocks:
+        scratch["scale_ring"] = plgpu.SMEM((c.stages, c.rows, SCALES), f32)
+    if c.split:
+        scratch |= {"other": plgpu.SMEM((64, c.features), x.total)}
+        scratch |= {"sent": plgpu.Barrier(), "taken": plgpu.Barrier()}
+    return scratch
+
+
+# ---------------------------------------------------------------- launch
+def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, block, out_dtype):
+    """Run the kernel on prepared arguments of `jaxattn.scaled_matmul`.
+
+    Raises:
+        ValueError: `config` does not fit these shapes.
+    """
+    x = _plan(config, a=a, b=b, block=block, out_dtype=out_dtype)
+    if reason := _illegal(x):
+        raise ValueError(f"scaled_matmul: {reason}")
+    inputs = {"a": a, "b": b}
+    rows, columns = x.grid[0] * config.rows, x.grid[1] * config.features * config.cluster
+    if x.blocks:
+        inputs |= {"a_scale": _padded(a_scale, SCALES, axis=a_scale.ndim - 1), "b_scale": b_scale}
+    else:
+        inputs |= {"a_scale": _padded(a_scale, rows), "b_scale": _padded(b_scale, columns)}
+    if azp is not None:
+        inputs |= {"azp": _padded(azp, rows), "sums": _padded(jnp.sum(b, 1, dtype=i32), columns)}
+    if bias is not None:
+        inputs["bias"] = _padded(bias.astype(f32), columns)
+
+    def body(*refs, **scratch):
+        given = dict(zip((*inputs, "o"), refs, strict=True))
+        _block(x, SimpleNamespace(**dict.fromkeys(("azp", "sums", "bias")) | given | scratch))
+
+    blocks = min(_mosaic.num_sms() // config.cluster, x.grid[0] * x.grid[1])
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((x.N, x.F), x.out_dtype),
+        scratch_types=_scratch(x),
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(config.cluster,),
+        cluster_names=("member",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="scaled_matmul",
+    )(*inputs.values())
+
+
+def _padded(x, multiple: int, axis: int = 0):
+    """Zeros up to a multiple; one number stays one."""
+    missing = -x.shape[axis] % multiple
+    if (axis == 0 and x.size == 1 and multiple > 1) or not missing:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+
+# ---------------------------------------------------------------- device code
+def _block(x: _Plan, r: Any) -> None:
+    """One thread block: the warpgroup that loads and those that multiply."""
+    c, blocks = x.config, lax.axis_size("block")
+    tiles = x.grid[0] * x.grid[1]
+    me = lax.axis_index("block")
+    count = lax.div(tiles - me + (blocks - 1), i32(blocks))
+    warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
+
+    def origin(turn):
+        """First row and first feature of this block's tile."""
+        m, n = plgpu.planar_snake(me + turn * blocks, x.grid, 1, c.width)
+        return m * c.rows, (n * c.cluster + member) * c.features
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        lax.fori_loop(0, count, lambda turn, _: _load(x, r, turn, *origin(turn)), None)
+        total = count * x.steps  # no block of a cluster may leave while another still signals to it
+        for i in range(1, c.stages + 1):
+            pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
+
+    @pl.when(warpgroup < 2)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+
+        def tile(turn, _):
+            row, feature = origin(turn)
+            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, feature)
+            if c.split:
+                _add_up(x, r, turn, warpgroup, sums, row, feature)
+            else:
+                first = row + warpgroup * (c.rows // 2)
+                _store(x, r, r.tile.at[warpgroup], sums, first, feature)
+
+        lax.fori_loop(0, count, tile, None)
+        plgpu.wait_smem_to_gmem(0)
+        if c.split:
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(r.taken))
+
+
+def _load(x: _Plan, r: Any, turn, row, feature) -> None:
+    """Fetch one tile's blocks of inputs; what lies outside the operands becomes zero."""
+    c = x.config
+    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
+    rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
+
+    def step(j, _):
+        at = turn * x.steps + j
+        slot = lax.rem(at, i32(c.stages))
+        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+        full = r.full.at[slot]
+        for part in range(x.parts):
+            inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
+        for part in range(x.parts):
+            inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
+            a_slot = r.a_ring.at[slot, part, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], a_slot, full, **share)
+        if x.blocks:
+            first = lax.div(j * x.parts, i32(SCALES)) * SCALES
+            scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
+            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
+
+    lax.fori_loop(0, x.steps, step, None)
+
+
+def _rows(x: _Plan, warpgroup, wave: int):
+    """Rows of the tile that a warpgroup multiplies in one wave."""
+    return pl.ds(0 if x.config.split else warpgroup * (x.config.rows // 2) + wave * 64, 64)
+
+
+def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
+    """`begin(i, slot)` starts the products of step first + i, `end(i, slot, pending)` uses them, one step later.
+
+    So a warpgroup's tensor cores have work while it adds; `pending` groups of products may still be under way then.
+    """
+    slots = [lax.rem(turn * x.steps + first, i32(x.config.stages))]
+    for _ in range(count - 1):
+        slots.append(jnp.where(slots[-1] == x.config.stages - 1, 0, slots[-1] + 1))
+
+    def finish(i, pending):
+        end(i, slots[i], pending)
+        plgpu.barrier_arrive(r.empty.at[slots[i]])
+
+    for i, slot in enumerate(slots):
+        plgpu.barrier_wait(r.full.at[slot])
+        begin(i, slot)
+        if i > 0:
+            finish(i - 1, x.waves)
+    finish(count - 1, 0)
+
+
+def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+    """Sums of one tile with a scale per row and block of inputs: one float32 [64, features] per wave."""
+    c = x.config
+    part = warpgroup if c.split else 0
+    scale_row, last = x.scale_row(feature), pl.cdiv(x.M, BLOCK) - 1
+
+    def b_scales(j, count):
+        return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
+
+    def multiply(j, sums, scales):
+        sums, started, used = list(sums), {}, {}
+
+        def begin(i, slot):
+            for wave in range(x.waves):
+                rows = _rows(x, warpgroup, wave)
+                column = lax.rem((j + i) * x.parts + part, i32(SCALES))
+                scale = _inline.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
+                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
+                started[i, wave] = scale, _inline.start(a, b, over=used.pop((i - 2, wave), None))
+
+        def end(i, slot, pending):
+            del slot
+            for wave in range(x.waves):
+                scale, product = started.pop((i, wave))
+                product = _inline.settle(product, pending + x.waves - 1 - wave)
+                sums[wave] = _inline.add_scaled(sums[wave], scale, product)
+                used[i, wave] = product
+
+        _in_turn(x, r, turn, j, len(scales), begin, end)
+        return tuple(sums)
+
+    def steps(n, carry):
+        sums, scales = carry
+        return multiply(n * TOGETHER, sums, scales), b_scales((n + 1) * TOGETHER, TOGETHER)
+
+    zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
+    whole, rest = divmod(x.steps, TOGETHER)
+    sums, scales = lax.fori_loop(0, whole, steps, ((zero,) * x.waves, b_scales(0, TOGETHER)))
+    return multiply(whole * TOGETHER, sums, scales[:rest]) if rest else sums
+
+
+def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+    """Sums of one tile without scales: [64, features] per wave, int32 or float32."""
+    c = x.config
+    del feature
+    part, chain = warpgroup if c.split else 0, TOGETHER if x.integer else PROMOTE
+
+    def multiply(j, before, count):
+        """`count` steps; int32 sums go on, FP8 products of `chain` steps are added to float32 sums."""
+        sums: list[Any] = [None] * x.waves if before is None else list(before)
+        running: list[Any] = list(sums) if x.integer else [None] * x.waves
+
+        def begin(i, slot):
+            for wave in range(x.waves):
+                rows = _rows(x, warpgroup, wave)
+                old = None if i % chain == 0 and not x.integer else running[wave]
+                if old is None and i > 0:
+                    finished[i - 1, wave] = running[wave]
+                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
+                over = used.pop((i - chain - 1, wave), None) if old is None else None
+                running[wave] = _inline.start(a, b, old, over)
+
+        def end(i, slot, pending):
+            del slot
+            if i + 1 < count and (i + 1) % chain:
+                plgpu.wgmma_wait(pending)
+                return
+            for wave in range(x.waves):
+                products = finished.pop((i, wave), running[wave])
+                products = _inline.settle(products, pending + x.waves - 1 - wave)
+                sums[wave] = products if x.integer else sums[wave] + products
+                used[i, wave] = products
+
+        finished, used = {}, {}
+        _in_turn(x, r, turn, j, count, begin, end)
+        return tuple(sums)
+
+    whole, rest = divmod(x.steps, TOGETHER)
+    if x.integer:
+        first = rest or TOGETHER
+        sums = multiply(0, None, first)
+        more = (x.steps - first) // TOGETHER
+        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * TOGETHER, sums, TOGETHER), sums)
+    zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
+    sums = lax.fori_loop(0, whole, lambda n, sums: multiply(n * TOGETHER, sums, TOGETHER), (zero,) * x.waves)
+    return multiply(whole * TOGETHER, sums, rest) if rest else sums
+
+
+def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> None:
+    """The first warpgroup adds the second one's sums to its own and stores."""
+
+    @pl.when(warpgroup == 1)
+    def _():
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(r.taken))
+        _mosaic.store(r.other, sums[0])
+        plgpu.barrier_arrive(r.sent)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(r.sent)
+        both = sums[0] + plgpu.load(r.other, layout=_inline.WGMMA, optimized=False)
+        plgpu.barrier_arrive(r.taken)
+        _store(x, r, r.tile.at[0], (both,), row, feature)
+
+
+def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature) -> None:
+    """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
+    for wave, values in enumerate(sums):
+        first = row + wave * 64
+        for column in range(0, x.config.features, x.piece):
+            at = feature + column
+            value = _finished(x, r, values[:, column : column + x.piece], first, at)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tile[...] = value.astype(x.out_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
+
+
+def _finished(x: _Plan, r: Any, value, row, feature):
+    """`(value - azp * sums) * b_scale * a_scale + bias` of one piece, float32."""
+
+    def along_rows(ref):
+        if ref.shape[0] == 1:
+            return ref[0]
+        column = plgpu.load(ref.at[pl.ds(row, 64)], layout=_inline.ROW, optimized=False)
+        return lax.broadcast_in_dim(column, value.shape, [0])
+
+    def along_features(ref):
+        if ref.shape[0] == 1:
+            return ref[0]
+        line = plgpu.load(ref.at[pl.ds(feature, x.piece)], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(line, value.shape, [1])
+
+    if r.azp is not None:
+        value = value - along_rows(r.azp) * along_features(r.sums)
+    value = value.astype(f32)
+    if not x.blocks:
+        value = value * along_features(r.b_scale) * along_rows(r.a_scale)
+    if r.bias is not None:
+        value = value + along_features(r.bias)
+    return value

@@ -1,0 +1,1 @@
+"""Whole models against transformers' on the CPU: tiny checkpoints, every module and the logits."""

@@ -1,0 +1,99 @@
+"""What processes of tests share: the parametrized cases, and the compiled programs.
+
+For machines with little time, `TEST_SHARE=N` keeps about one in N of the parametrized cases. The first case of
+every function and mechanism always stays, the others are drawn by the hash of their names, so that every machine runs
+the same ones. Tests that are not parametrized are not touched.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def thin(config: Any, items: list[Any]) -> None:
+    """Deselect what is not in the share that the environment asks for.
+
+    Raises:
+        ValueError: TEST_SHARE is no positive integer.
+    """
+    text = os.environ.get("TEST_SHARE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"TEST_SHARE must be a positive integer (one case in so many is run), got {text!r}")
+    share, seen, kept, left = int(text), set(), [], []
+    for item in items:
+        many = hasattr(item, "callspec")
+        group = (item.path, item.originalname, *_about(item.callspec.params)) if many else item.nodeid
+        chosen = group not in seen or zlib.crc32(item.name.encode()) % share == 0
+        seen.add(group)
+        (kept if chosen else left).append(item)
+    if left:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left)
+
+
+def _about(params: dict[str, Any]) -> list[str]:
+    """Mechanism, kernel and comparison, as far as a test's parameters name them."""
+    found: list[str] = []
+    for value in params.values():
+        if hasattr(value, "reference") or hasattr(value, "why_not"):
+            found.append(getattr(value, "name", type(value).__name__))
+        elif isinstance(value, tuple) and len(value) == 4:  # an edge of the triangle
+            found += [value[0], value[3]]
+        elif isinstance(value, str) and "/" in value:  # a program of test_compile
+            found.append("/".join(value.split("/")[:2]))
+    return found
+
+
+def together(items: list[Any], names: Iterable[str]) -> None:
+    """Mark what belongs to one mechanism, or to one file, for one process (`pytest -n N --dist loadgroup`).
+
+    Two processes would each compile the programs, and compute the results, that such tests share.
+
+    Args:
+        items: the tests.
+        names: the mechanisms' names.
+    """
+    longest = sorted(names, key=len, reverse=True)
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        about = _about(item.callspec.params) if hasattr(item, "callspec") else []
+        stem = item.path.stem.removeprefix("test_")
+        found = [n for n in longest if n in about] or [n for n in longest if f"{stem}_".startswith(f"{n}_")]
+        item.add_marker(pytest.mark.xdist_group(found[0] if found else f"{item.path.parent.name}/{stem}"))
+
+
+@contextlib.contextmanager
+def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
+    """A pool of so many processes, each with its own compiled programs; None for fewer than two."""
+    if jobs < 2:
+        yield None
+        return
+    # spawned: a fork of a process that runs jax may hang
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), keep_apart) as pool:
+        yield pool
+
+
+def keep_apart(process: str | None = None) -> None:
+    """Give a process that runs beside others its own folder of compiled programs, if programs are kept at all.
+
+    JAX would read what another process is still writing. Processes that this one starts take the same folder.
+
+    Args:
+        process: its name, the same in the next run; empty = it is alone, None = a worker of a pool.
+    """
+    process = multiprocessing.current_process().name if process is None else process
+    folder = os.environ.get(CACHE)
+    if folder and process and Path(folder).name != process:
+        os.environ[CACHE] = str(Path(folder) / process)
+        jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])

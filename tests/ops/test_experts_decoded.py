@@ -1,0 +1,187 @@
+"""The kernel of `experts` that decodes weights of four bits in registers."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import experts
+from jaxattn.ops._expert_cases import struct
+from jaxattn.ops.experts import MECHANISM
+from jaxattn.quant import primitives as p
+from pallas_kernels import _decode, _mosaic, _nibbles
+from pallas_kernels import _decoded_config as legality
+from pallas_kernels import _experts_decoded as decoded
+
+SHARED = {"shared": True, "tokens": 16, "warpgroups": 1, "stages": 2}
+SORTED = {"tokens": 16, "warpgroups": 1, "stages": 2}
+MEGAMOE = {"format": "mxfp4", "act_group": 32, "weight_on": "activation", "limit": 2.0}
+OSS = {"format": "mxfp4", "activation": "swigluoai", "limit": 7.0, "bias": True}
+
+
+def kernel(args, **config):
+    """The op by its kernel: on the GPU if there is one, else interpreted."""
+    with _mosaic.interpret() if _mosaic.why_not_here() else contextlib.nullcontext():
+        config = decoded.Config(**config)
+        return np.asarray(jax.jit(lambda: experts(**args, implementation="decoded", config=config))())
+
+
+def reference(args):
+    return np.asarray(jax.jit(lambda: experts(**args, implementation="reference"))())
+
+
+def random_inputs(rng, T, A, E, M, F, **options):
+    """Random codes and scales, which need no quantizer, for the shapes of `struct`."""
+
+    def draw(name, x):
+        if not hasattr(x, "shape"):
+            return x
+        if name == "ids":
+            return jnp.asarray(np.stack([rng.permutation(E)[:A] for _ in range(T)]), x.dtype)
+        if x.dtype == jnp.uint8 and not name.endswith("scale"):
+            return jnp.asarray(rng.integers(0, 256, x.shape), x.dtype)
+        if name.endswith("scale"):
+            powers = rng.integers(-5, -2, x.shape)
+            return jnp.asarray(127 + powers if x.dtype == jnp.uint8 else np.exp2(powers), x.dtype)
+        return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+
+    return {name: draw(name, x) for name, x in struct(T, A, E, M, F, **options).items()}
+
+
+def steps_apart(a, b):
+    """Share of results that differ; more than two steps of bfloat16 or float16 apart fails."""
+    steps = np.abs(a.view(np.int16).astype(int) - b.view(np.int16).astype(int))
+    large = np.abs(np.float32(b)) > np.abs(np.float32(b)).max() / 64  # elsewhere sums cancel
+    assert steps[large].max(initial=0) <= 2
+    return (steps > 0).mean()
+
+
+@pytest.mark.parametrize(
+    ("T", "M", "F", "config", "options"),
+    [
+        (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
+        (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
+        (9, 192, 64, SHARED, OSS),
+        (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
+        (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
+        (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
+    ],
+)
+def test_every_path_of_the_kernel(T, M, F, config, options, rng):
+    args = random_inputs(rng, T, 2, 3, M, F, **options)
+    assert steps_apart(kernel(args, **config), reference(args)) < 1 / 100
+
+
+def test_experts_without_tokens_are_not_read(rng):
+    """Their scales are NaN, and so are those of the experts before and behind, in memory."""
+    args = random_inputs(rng, 9, 1, 3, 64, 64, format="mxfp4")
+    args["ids"] = 0 * args["ids"] + 1
+    clean = reference(args)
+    for name in ("w13_scale", "w2_scale"):
+        args[name] = args[name].at[np.array([0, 2])].set(255)
+    for config in (SHARED | {"eight": False}, SORTED):
+        np.testing.assert_array_equal(kernel(args, **config).view(np.int16), clean.view(np.int16))
+
+
+def test_scales_far_from_one_are_exact(rng):
+    """Powers from 2^-60 on do not lose a bit in bfloat16, where decoded weights are 2^-63 of themselves."""
+    args = random_inputs(rng, 8, 1, 1, 64, 64, format="mxfp4")
+    for name, shift in (("w13_scale", -40), ("w2_scale", 40)):
+        args[name] = (args[name].astype(jnp.int32) + shift).astype(jnp.uint8)
+    found = kernel(args, **SHARED | {"tokens": 8})
+    np.testing.assert_array_equal(found.view(np.int16), reference(args).view(np.int16))
+
+
+# ---------------------------------------------------------------- its parts
+def test_the_order_of_inputs_is_the_same_on_both_sides(rng):
+    codes = rng.integers(0, 16, (64, 128))
+    words = jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4, jnp.uint8)
+    for eight, dtype in ((False, jnp.bfloat16), (True, jnp.float8_e4m3fn)):
+        rows = _nibbles.permute(jnp.asarray(codes, dtype))
+        assert sorted(np.asarray(_nibbles.permute(jnp.arange(128, dtype=jnp.uint8 if eight else jnp.uint16)))) == [
+            *range(128)
+        ]
+        np.testing.assert_array_equal(np.float32(rows), np.float32(_nibbles.unpacked(words, eight)))
+    x = jnp.asarray(codes, jnp.uint8)
+    np.testing.assert_array_equal(_nibbles.restore(_nibbles.permute(x)), x)
+
+
+def test_scales_as_powers_of_two():
+    codes = np.array([1, 64, 127, 190, 254, 255])
+    wanted = np.asarray(p.ue8m0_value(jnp.asarray(codes, jnp.uint8)))
+    words = jnp.asarray(codes | 127 << 8, jnp.int32)
+    np.testing.assert_array_equal(_nibbles.power(words, 0), wanted)
+    np.testing.assert_array_equal(_nibbles.power(words, 1), np.ones(6))
+    code = _decode.Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16), scale="value", groups=2, lowered=True)
+    bits = jnp.asarray([0, 1, 127, 190, 191, 192, 255], jnp.int32)
+    found = np.float32(_nibbles.numbers(code, "ue8m0", bits)) * 2.0**-_nibbles.LIFT
+    np.testing.assert_array_equal(found, [*np.exp2(np.array([0, 1, 127, 190, 191]) - 127.0), np.nan, np.nan])
+
+
+def test_tiles_that_multiply_the_fewest_rows():
+    assert legality.best_rows(96) == 112
+    assert legality.best_rows(1e5) == legality.MOST
+    assert legality.best_rows(0.4) == 16
+
+
+def test_the_configurations_are_legal_and_fit_the_path():
+    for T in (1, 16, 64, 4096):
+        for format, group in (("mxfp4", None), ("mxfp4", 32), ("nvfp4", 128)):
+            options: dict[str, Any] = {"format": format, "act_group": group}
+            args = MECHANISM.prepare(**struct(T, 6, 256, 4096, 2048, **options))
+            default, found = decoded.default_config(**args), list(decoded.configs(**args))
+            known = {name: args[name] for name in ("format", "act_group")}
+            assert found
+            assert all(legality.illegal(c, T, **known) is None for c in [default, *found])
+            assert default.shared == (T <= 64)
+            assert default.eight == (T <= 64 and group == 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tokens": 12}, "tokens must be a multiple of 8 up to 128, got 12"),
+        ({"tokens": 72, "eight": True}, "tokens must be a multiple of 8 up to 64, got 72"),
+        ({"tokens": 24, "block": 16}, "tokens must be a multiple of block=16, got 24"),
+        ({"tokens": 72, "shared": True}, "shared rows are at most 64, got tokens=72"),
+        ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
+        ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
+        ({"prefetch": -1}, "prefetch must not be negative, got -1"),
+        ({"stages": 17}, "stages must lie between 2 and 16, got 17"),
+    ],
+)
+def test_an_illegal_configuration_cannot_be_built(config, message):
+    with pytest.raises(ValueError, match=message):
+        decoded.Config(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SHARED | {"tokens": 8}, "shared rows need tokens=16 for T=9, got 8"),
+        (SHARED | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
+        ({"tokens": 128, "warpgroups": 4, "stages": 8}, "stages=8 needs .* bytes of shared memory, more than 232448"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(config, message, rng):
+    with pytest.raises(ValueError, match=message):
+        kernel(random_inputs(rng, 9, 2, 3, 64, 64, format="mxfp4"), **config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "int8"}, "only weights of four bits are decoded .wna16, mxfp4 or nvfp4., got int8"),
+        ({"format": "mxfp4", "dtype": "float16"}, "x must be bfloat16 with mxfp4 weights, got float16"),
+        (
+            {"format": "mxfp4", "M": 96},
+            "M and F must be multiples of 64, got M=96 and F=512; pad the weights with zeros",
+        ),
+    ],
+)
+def test_what_the_kernel_refuses(options, message):
+    with pytest.raises(AssertionError, match=message):
+        assert not decoded.why_not(**MECHANISM.prepare(**struct(**options)))

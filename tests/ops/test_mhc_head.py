@@ -1,0 +1,35 @@
+"""What the end of hyper-connections promises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import _checks, mhc_head
+from jaxattn.ops.mhc_head import MECHANISM
+
+
+def test_zero_weights_by_hand():
+    h = mhc_head(jnp.arange(8.0).reshape(1, 4, 2), jnp.zeros((4, 8)), 1.0, jnp.array([-jnp.inf, 0.0, 0.0, jnp.inf]))
+    gates = np.array([0, 0.5, 0.5, 1]) + 1e-6
+    expected = (gates[:, None] * np.arange(8).reshape(4, 2)).sum(0)
+    assert np.abs(np.asarray(h)[0] - expected).max() <= 16 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("case", MECHANISM.cases, ids=lambda c: c.name)
+def test_against_float64(case, rng):
+    args = case.make(rng)
+    h = np.asarray(mhc_head(**args), np.float64)
+    with jax.enable_x64(True):
+        truth = np.asarray(mhc_head(**_checks.upcast(args)))
+    bound = 4 * float(jnp.finfo(args["residual"].dtype).eps) * np.abs(np.asarray(args["residual"], np.float64)).sum(1)
+    assert (np.abs(h - truth) <= bound).all()
+
+
+def test_wrong_calls():
+    with pytest.raises(
+        ValueError, match=r"mhc_head: fn must be \[C, C M\] with C=4 streams of M=2 numbers, got shape \(4, 9\)"
+    ):
+        mhc_head(jnp.ones((1, 4, 2)), jnp.ones((4, 9)), 1.0, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"mhc_head: scale must be one number, got shape \(2,\)"):
+        mhc_head(jnp.ones((1, 4, 2)), jnp.ones((4, 8)), jnp.ones(2), jnp.ones(4))

@@ -1,0 +1,94 @@
+"""The share of the cases that runs where time is short."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from parity import sharing
+
+
+def item(stem, title, **params):
+    return SimpleNamespace(
+        path=Path(f"tests/{stem}.py"),
+        originalname=title.partition("[")[0],
+        name=title,
+        nodeid=f"tests/{stem}.py::{title}",
+        callspec=SimpleNamespace(params=params),
+    )
+
+
+def thin(items):
+    dropped = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    kept = list(items)
+    sharing.thin(SimpleNamespace(hook=hook), kept)
+    assert [i for i in items if i in kept] == kept
+    assert len(kept) + len(dropped) == len(items)
+    return kept
+
+
+def test_the_first_of_each_group_stays_and_about_one_in_n(monkeypatch):
+    names = [f"{kernel}/mosaic/case/{i}" for kernel in ("a", "b") for i in range(300)]
+    items = [item("test_compile", f"test_c[{n}]", name=n) for n in names]
+    monkeypatch.delenv("TEST_SHARE", raising=False)
+    assert thin(items) == items
+    monkeypatch.setenv("TEST_SHARE", "6")
+    kept = thin(items)
+    assert items[0] in kept
+    assert items[300] in kept
+    assert 60 < len(kept) < 140
+    monkeypatch.setenv("TEST_SHARE", "1000000")
+    assert thin(items) == [items[0], items[300]]
+
+
+def test_what_is_not_parametrized_stays(monkeypatch):
+    monkeypatch.setenv("TEST_SHARE", "1000000")
+    items = [item("test_other", f"test_{i}") for i in range(20)]
+    for plain in items:
+        del plain.callspec
+    assert thin(items) == items
+
+
+def test_a_mechanism_and_a_file_each_stay_in_one_process():
+    names = ["mla", "sparse_mla", "attention"]
+    mechanism = SimpleNamespace(name="sparse_mla", reference=None)
+    edge = ("mla", "case", "o", "capture_vs_kernel")
+    items = [
+        item("test_contract", "test_c[a]", kernel="attention", mechanism=mechanism),
+        item("test_parity", "test_t[a]", edge=edge),
+        item("test_mla_kernel", "test_a"),
+        item("test_mlab", "test_a[1]", n=1),
+        item("test_compile", "test_a"),
+    ]
+    del items[2].callspec
+    marks = [[] for _ in items]
+    for i, mine in zip(items, marks, strict=True):
+        i.add_marker, i.get_closest_marker = mine.append, lambda _: None
+    items[4].get_closest_marker = lambda _: "another"
+    sharing.together(items, names)
+    assert [m.args[0] for mine in marks for m in mine] == ["sparse_mla", "mla", "mla", "tests/mlab"]
+
+
+def test_a_share_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("TEST_SHARE", "some")
+    with pytest.raises(ValueError, match=r"TEST_SHARE must be a positive integer .*, got 'some'"):
+        thin([])
+
+
+def test_processes_keep_their_programs_apart(monkeypatch, tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv(sharing.CACHE, str(tmp_path))
+    try:
+        sharing.keep_apart("")
+        assert os.environ[sharing.CACHE] == str(tmp_path)
+        for _ in range(2):
+            sharing.keep_apart("gw1")
+            assert jax.config.jax_compilation_cache_dir == os.environ[sharing.CACHE] == str(tmp_path / "gw1")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    monkeypatch.delenv(sharing.CACHE)
+    sharing.keep_apart("gw2")
+    assert sharing.CACHE not in os.environ
