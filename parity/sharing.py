@@ -74,6 +74,22 @@ def together(items: list[Any], names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+    """Within it, programs are compiled with few of the compiler's passes: for tiny models, whose tests mostly compile.
+
+    Such programs round otherwise. JAX keeps compiled programs without regard to this setting, so both ends forget them:
+    a test elsewhere must never be served one.
+    """
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
 def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """A pool of so many processes, each with its own compiled programs; None for fewer than two."""
     if jobs < 2:

@@ -1,12 +1,12 @@
 """Compiling is most of the time of these tests, and their models are tiny."""
 
-import jax
 import pytest
 
+from parity import sharing
 
-@pytest.fixture(scope="package", autouse=True)
+
+@pytest.fixture(scope="module", autouse=True)
 def quick():
     """Programs with few of the compiler's passes."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with sharing.quick_compiles():
+        yield
