@@ -3,7 +3,10 @@
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
+import threading
+import time
 import types
 from typing import Any
 
@@ -108,6 +111,52 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, record, interpreted, capsys):
     said = capsys.readouterr().err
     assert "FAILED merge_states T7-H4-D128: WrongResultError: o: " in said
     assert "1 of 1 cases were not measured" in said
+
+
+def test_mechanisms_in_processes(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        name = command[command.index("--mechanism") + 1]
+        if name == "attention":
+            raise subprocess.TimeoutExpired(command, options["timeout"], b"half a line\n", None)
+        return subprocess.CompletedProcess(command, 1 if name == "router" else 0, f"{name} was here\n", "")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    out = tmp_path / "lines.jsonl"
+    names = ("router", "attention", "merge_states", "mtp", "router")
+    argv = [word for name in names for word in ("--mechanism", name)]
+    argv += ["--peer", "jax", "--case", "T*", "--jobs", "2", "--limit", "9", "--out", str(out)]
+    assert bench.main(argv) == 1
+    assert {c[c.index("--mechanism") + 1] for c in ran} == {"router", "attention", "merge_states"}  # mtp is not timed
+    assert len(ran) == 3 and len({c[c.index("--turns") + 1] for c in ran}) == 1
+    assert all(c[c.index("--peer") + 1] == "jax" and c[c.index("--case") + 1] == "T*" for c in ran)
+    said = capsys.readouterr().err
+    assert "merge_states was here" in said and "half a line\nstopped after 9.0 s" in said
+
+
+def test_processes_measure_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_turns", [])
+    timing.take_turns(tmp_path / "turns")
+    inside, most = [], []
+
+    def timer(launch, wait, launches):
+        inside.append(1)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+        return [1.0] * launches
+
+    def measure():
+        timing.compare({"port": (lambda: None, lambda: None)}, timer, rounds=3)
+
+    threads = [threading.Thread(target=measure) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 12 and max(most) == 1
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
