@@ -8,6 +8,7 @@ failed its gate or could not run (said on stderr; the rest is written), 2 nothin
 
 import argparse
 import concurrent.futures
+import dataclasses
 import datetime
 import fnmatch
 import importlib.metadata
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
         from scripts._bench.peers import _torch
 
         _torch.install()
-    top = ceilings.measure(timer, *args.ceiling_sizes)
+    top = ceilings.Ceilings(
+        *timing.once("ceilings", lambda: dataclasses.astuple(ceilings.measure(timer, *args.ceiling_sizes)))
+    )
     where = provenance(args.commit, argv)
     print(
         f"copy {top.copy / 1e12:.2f} TB/s, bf16 {top.matmul / 1e12:.0f}, fp8 {top.matmul8 / 1e12:.0f} TFLOP/s",
@@ -101,7 +104,7 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
 def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
     """A process for each mechanism, `--jobs` at a time: they compile side by side and measure in turns."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    turns = args.out.with_name(args.out.name + ".turns")
+    turns = args.out.with_name(f"{args.out.name}.{os.getpid()}")
     own = ["--case", args.case, "--out", str(args.out), "--rounds", str(args.rounds), "--seed", str(args.seed)]
     own += [word for peer in args.peer for word in ("--peer", peer)] + ["--turns", str(turns)]
     own += ["--commit", args.commit] if args.commit else []
@@ -124,7 +127,8 @@ def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
     timed.sort(key=lambda m: -sum("bench" in c.tags for c in m.cases))  # the long ones first
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         codes = list(pool.map(one, timed))
-    turns.unlink(missing_ok=True)
+    for file in turns.parent.glob(f"{turns.name}*"):
+        file.unlink()
     if codes and all(code == NOTHING for code in codes):
         return NOTHING
     return int(any(code not in (0, NOTHING) for code in codes))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import _mechanism, registry
+from jaxattn import _checks, _mechanism, registry
 from jaxattn.ops import _attention_bench as attention_bench
 from jaxattn.ops import _paged_attention_bench as paged_bench
 from jaxattn.ops import attention, paged_attention
@@ -557,3 +557,26 @@ def test_a_page_without_markers_and_a_foreign_line_are_errors(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"mechanism": "x"}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:1 lacks case, kernel, us, .*; write it with scripts/bench.py"):
         timing_table.read(tmp_path)
+
+
+def test_truths_of_a_mechanism_whose_record_prepares_its_arguments():
+    mechanism = registry.find("cache_write")
+    case = next(c for c in mechanism.cases if c.name == "T6-K8-D128-int4-per-head")
+    args = mechanism.prepare(**case.make(np.random.default_rng(0)))
+    assert set(args) - set(case.make(np.random.default_rng(0)))  # the op does not take these
+    _, truth, same = contest.truths(mechanism, args, np.random.default_rng(0))
+    assert truth.keys() == same.keys() == set(mechanism.outputs(**args))
+
+
+def test_large_outputs_are_judged_at_some_rows(monkeypatch):
+    monkeypatch.setattr(contest, "ROWS", 16)
+    args = MERGE.prepare(**small().cases[0].make(np.random.default_rng(0)))
+    assert contest._some_rows(MERGE, args, np.random.default_rng(0)) is None
+    many = {k: jnp.concatenate([x] * 10) if _checks.is_array(x) else x for k, x in args.items()}
+    monkeypatch.setattr(contest, "LARGE", 100)
+    rows, truth, same = contest.truths(MERGE, many, np.random.default_rng(0))
+    assert len(set(rows)) == 16 and {0, 1, 68, 69} <= set(rows) and rows.tolist() == sorted(rows)
+    whole = execution.reference(MERGE, many)
+    for name in same:
+        assert truth[name].dtype == np.float64
+        np.testing.assert_array_equal(same[name], whole[name][rows])
