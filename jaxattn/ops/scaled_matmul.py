@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32, Num
 
 from jaxattn import _checks, _mechanism
 from jaxattn._mechanism import Args, Case, Kernel, Mechanism
-from jaxattn.quant import fp8
+from jaxattn.quant import fp8, int8
 from jaxattn.quant import primitives as p
 from pallas_kernels import _mosaic
 from pallas_kernels import scaled_matmul as mosaic
@@ -138,7 +138,7 @@ def _reference(a, b, a_scale, b_scale, *, bias, azp, block, out_dtype):
 
 def _product(a, b, work):
     if a.dtype == jnp.int8:
-        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return int8.product(a, b)
     return jnp.einsum("nm,fm->nf", a.astype(work), b.astype(work), precision="highest")
 
 
