@@ -47,6 +47,9 @@ def load(folder: Path, dtype: torch.dtype):
     problems = {kind: names for kind, names in found.items() if names}
     if problems:
         raise RuntimeError(f"{folder}: transformers did not take the checkpoint as it is: {problems}")
+    for weight in model.parameters():
+        if weight.dtype.itemsize < dtype.itemsize:
+            weight.data = weight.data.to(dtype)  # transformers 5.17 leaves decoded MXFP4 in bfloat16
     return model.eval()
 
 
