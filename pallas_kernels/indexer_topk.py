@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _rows, _words
+from pallas_kernels import _mosaic, _rows, _topk_counted, _words
+from pallas_kernels._topk_counted import Counted, Launch
 from pallas_kernels._words import Memory, Thread
 
 _WARPS, _VEC = 4, 4
@@ -33,7 +34,7 @@ i32 = jnp.int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Launch):
     """`entries`: most of a row that a warpgroup holds, 32 or 64 a lane."""
 
     entries: int = 8192
@@ -49,29 +50,39 @@ def why_not(*, logits, topk, **_) -> str | None:
         return f"logits must be float32, got {jnp.dtype(logits.dtype).name}"
     if not logits.shape[1]:
         return "there are no entries"
-    if logits.shape[1] > _ENTRIES[-1] and topk > _ENTRIES[-1] // 2:
-        return f"topk must be at most {_ENTRIES[-1] // 2} of more than {_ENTRIES[-1]} entries, got {topk}"
-    return None
+    return None if _legal(logits, topk) else _topk_counted.why_not(logits.shape[1], topk, Counted())
 
 
-def _legal(logits, topk: int) -> list[Config]:
+def _legal(logits, topk: int) -> list[Any]:
     S = logits.shape[1]
-    return [Config(entries=n) for n in _ENTRIES if n >= S or n >= 2 * topk]
+    counted = [Counted(threads=t, bins=b) for t in _topk_counted.THREADS for b in _topk_counted.BINS]
+    counted = [c for c in counted if _topk_counted.why_not(S, topk, c) is None]
+    return counted + [Config(entries=n) for n in _ENTRIES if n >= S or n >= 2 * topk]
 
 
-def default_config(*, logits, topk, **_) -> Config:
-    """Whole rows if they fit, else the largest parts."""
+def default_config(*, logits, topk, **_) -> Any:
+    """Counts if a block can hold what they need, else bisection of whole rows if they fit, of the largest parts."""
     legal = _legal(logits, topk)
-    return next((c for c in legal if c.entries >= logits.shape[1]), legal[-1])
+    rule = _topk_counted.rule(logits.shape[1])
+    if rule in legal:
+        return rule
+    return next((c for c in legal if isinstance(c, Config) and c.entries >= logits.shape[1]), legal[-1])
 
 
-def configs(*, logits, topk, **_) -> Iterable[Config]:
+def configs(*, logits, topk, **_) -> Iterable[Any]:
     """All legal configurations."""
     return _legal(logits, topk)
 
 
-def indexer_topk(*, config: Config, logits, starts, ends, topk):
+def indexer_topk(*, config: Launch, logits, starts, ends, topk):
     """Launch; arguments as prepared by `jaxattn.ops.indexer_topk`."""
+    if isinstance(config, Counted):
+        if reason := _topk_counted.why_not(logits.shape[1], topk, config):
+            raise ValueError(f"indexer_topk: {reason}")
+        if not logits.shape[0]:
+            return jnp.zeros((0, topk), i32)
+        return _topk_counted.choose(config, logits, starts, ends, topk)
+    assert isinstance(config, Config)
     if config not in _legal(logits, topk):
         raise ValueError(f"indexer_topk: entries={config.entries} must be at least 2 topk = {2 * topk}")
     (N, S), most = logits.shape, config.entries
