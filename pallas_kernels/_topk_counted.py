@@ -21,6 +21,7 @@ from pallas_kernels import _topk_steps as steps
 
 THREADS = (128, 256, 512, 1024)
 BINS = (1024, 2048, 4096)
+LOADS = (1, 2, 4)
 MOST = 2**19
 """Entries of the longest row: a byte of shared memory for each four."""
 _INFINITE = 0x7F800000
@@ -34,13 +35,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted(Launch):
-    """`threads` of the block that does a row; `bins` that keys are counted in."""
+    """`threads` of the block that does a row; `bins` that keys are counted in; `loads` in flight."""
 
     threads: int = 128
     bins: int = 2048
+    loads: int = 2
 
     def __post_init__(self):
-        for name, legal in (("threads", THREADS), ("bins", BINS)):
+        for name, legal in (("threads", THREADS), ("bins", BINS), ("loads", LOADS)):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
 
@@ -70,7 +72,7 @@ def rule(S: int) -> Counted:
 
 def choose(config: Counted, logits, starts, ends, topk: int) -> jax.Array:
     """Launch; arguments as prepared by `jaxattn.ops.indexer_topk`."""
-    (N, S), bins = logits.shape, config.bins
+    N, S = logits.shape
     if S % 4:
         logits = jnp.pad(logits, ((0, 0), (0, -S % 4)))
     ends = jnp.minimum(ends, S)
@@ -79,7 +81,7 @@ def choose(config: Counted, logits, starts, ends, topk: int) -> jax.Array:
         n = lax.axis_index("row")
         start = starts_ref[n]
         length = ends_ref[n] - start
-        block = SimpleNamespace(threads=config.threads, bins=bins, topk=topk, n=n, start=start, length=length)
+        block = SimpleNamespace(n=n, start=start, length=length, topk=topk, **dataclasses.asdict(config))
         block.x, block.out, block.counts, block.mask = x_ref, o_ref, bins_ref, mask_ref
         block.near, block.numbers = near_ref, numbers_ref
 

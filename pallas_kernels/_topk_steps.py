@@ -24,8 +24,6 @@ LEAST = 111 << 23
 """2^-16, below which numbers of a sign fall into one interval of the first round, as from 2^16 on."""
 _OCTAVES = 32
 _MAGNITUDE, _INFINITE, _LOWEST = 2**31 - 1, 0x7F800000, -(2**31)
-_AT_ONCE = 4
-"""Loads in flight of a thread."""
 
 i32 = jnp.int32
 
@@ -212,7 +210,7 @@ def _vectors(block: Any, each: str, name: str, missing: str = "", end: str = "%v
     `missing` is done for what has no vector in front of `end`, a multiple of 4.
     """
     loads, uses = "", ""
-    for u in range(_AT_ONCE):
+    for u in range(block.loads):
         far = 16 * block.threads * u
         loads += f"""
             add.s32 %j, %i, {block.threads * u}; setp.lt.s32 %pu{u}, %j, %vectors;
@@ -233,7 +231,7 @@ def _vectors(block: Any, each: str, name: str, missing: str = "", end: str = "%v
         setp.ge.s32 %pl, %i, {end}; @%pl bra {name}_done;
         {name}_more:
         {loads} {uses}
-        add.s32 %i, %i, {_AT_ONCE * block.threads}; add.s64 %da, %da, {16 * _AT_ONCE * block.threads};
+        add.s32 %i, %i, {block.loads * block.threads}; add.s64 %da, %da, {16 * block.loads * block.threads};
         setp.lt.s32 %pl, %i, {end}; @%pl bra {name}_more;
         {name}_done:
         """
@@ -293,31 +291,33 @@ def _found_text(block: Any) -> str:
     chunks = block.bins // block.threads // each
     warps = block.threads // 32
     load, close = "", ""
+    names = ", ".join(f"%c{v}" for v in range(each))
+    kind, names = ("b32", names) if each == 1 else (f"v{each}.b32", "{" + names + "}")
     for q in range(chunks):
-        names = ", ".join(f"%c{q}x{v}" for v in range(each))
-        kind, names = ("b32", names) if each == 1 else (f"v{each}.b32", "{" + names + "}")
-        load += f"ld.shared.{kind} {names}, [%at+{4 * 32 * each * q}]; mov.b32 %q{q}, %c{q}x0;"
-        load += "".join(f"add.s32 %q{q}, %q{q}, %c{q}x{v};" for v in range(1, each))
+        load += f"ld.shared.{kind} {names}, [%at+{4 * 32 * each * q}]; mov.b32 %q{q}, %c0;"
+        load += "".join(f"add.s32 %q{q}, %q{q}, %c{v};" for v in range(1, each))
         load += f"add.s32 %v, %v, %q{q};"
+    scan = "".join(
+        f"shfl.sync.down.b32 %u|%pv, %s, {d}, 31, 0xffffffff; @%pv add.s32 %s, %s, %u;" for d in (1, 2, 4, 8, 16)
+    )
     for q in reversed(range(chunks)):
-        scan = "".join(
-            f"shfl.sync.down.b32 %u|%pv, %s, {d}, 31, 0xffffffff; @%pv add.s32 %s, %s, %u;" for d in (1, 2, 4, 8, 16)
-        )
         inner = ""
         for v in reversed(range(each)):
             inner += f"""
-                add.s32 %u, %w, %c{q}x{v}; setp.lt.s32 %pa, %w, <n0>; setp.ge.s32 %pb, %u, <n0>;
+                add.s32 %u, %w, %c{v}; setp.lt.s32 %pa, %w, <n0>; setp.ge.s32 %pb, %u, <n0>;
                 and.pred %pa, %pa, %pb;
                 @%pa add.s32 %b, %number, {32 * each * q + v};
                 @%pa st.shared.b32 [<a2>+{4 * _FOUND}], %b;
                 @%pa st.shared.b32 [<a2>+{4 * _FOUND + 4}], %w;
-                @%pa st.shared.b32 [<a2>+{4 * _FOUND + 8}], %c{q}x{v};
+                @%pa st.shared.b32 [<a2>+{4 * _FOUND + 8}], %c{v};
                 mov.b32 %w, %u;
                 """
         close += f"""
+            ld.shared.{kind} {names}, [%at+{4 * 32 * each * q}];
             mov.b32 %s, %q{q}; {scan}
             sub.s32 %w, %s, %q{q}; add.s32 %w, %w, %above; {inner}
             shfl.sync.idx.b32 %s, %s, 0, 31, 0xffffffff; add.s32 %above, %above, %s;
+            setp.ge.s32 %pa, %above, <n0>; @%pa bra find_done;
             """
     return f"""
         mul.lo.s32 %number, %warp, {block.bins // warps}; mad.lo.s32 %number, %lane, {each}, %number;
