@@ -22,6 +22,7 @@ from pallas_kernels import _topk_steps as steps
 THREADS = (128, 256, 512, 1024)
 BINS = (1024, 2048, 4096)
 LOADS = (1, 2, 4)
+PIECES = (1, 2, 4, 8)
 MOST = 2**19
 """Entries of the longest row: a byte of shared memory for each four."""
 _INFINITE = 0x7F800000
@@ -35,14 +36,15 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counted(Launch):
-    """`threads` of the block that does a row; `bins` that keys are counted in; `loads` in flight."""
+    """`threads` of a block; `bins` that keys are counted in; `loads` in flight; `pieces`: blocks that share a row."""
 
     threads: int = 128
     bins: int = 2048
     loads: int = 2
+    pieces: int = 1
 
     def __post_init__(self):
-        for name, legal in (("threads", THREADS), ("bins", BINS), ("loads", LOADS)):
+        for name, legal in (("threads", THREADS), ("bins", BINS), ("loads", LOADS), ("pieces", PIECES)):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
 
@@ -102,6 +104,8 @@ def choose(config: Counted, logits, starts, ends, topk: int) -> jax.Array:
         scratch_types=_scratch(logits.shape[1], topk, config),
         grid=(N,),
         grid_names=("row",),
+        cluster=() if _mosaic.interpreting() or config.pieces == 1 else (config.pieces,),
+        cluster_names=() if _mosaic.interpreting() or config.pieces == 1 else ("piece",),
         num_threads=1 if _mosaic.interpreting() else config.threads // 128,
         thread_name="part",
         kernel_name="indexer_topk",

@@ -168,7 +168,7 @@ def _run(block: Any, text: str, refs: list[Any], *numbers: Any) -> None:
             addresses.append(address)
         names = [f"a{i}" for i in range(len(refs))] + ["n", "start", "length"]
         names += [f"n{i}" for i in range(len(numbers) - 3)]
-        code = assembled(text, names, row_bytes, block.threads)
+        code = assembled(text, names, row_bytes, block)
         values = [*addresses, *(_words.scalar(x).value for x in numbers)]
         gpu_utils.inline_ptx(code, *values, has_side_effects=True, convergent=True)
 
@@ -177,22 +177,39 @@ def _run(block: Any, text: str, refs: list[Any], *numbers: Any) -> None:
     inline(emit)(refs, given)
 
 
-def assembled(text: str, names: list[str], row_bytes: int, threads: int) -> str:
-    """The instructions with operands for names, and registers that every step may use."""
-    start = f"""
-        mov.u32 %t, %tid.x; shr.u32 %warp, %t, 5; and.b32 %lane, %t, 31;
+def assembled(text: str, names: list[str], row_bytes: int, block: Any) -> str:
+    """The instructions with operands for names, registers that every step may use, and a barrier at the end.
+
+    %t, %warp, %lane: the thread; %base, %vectors: first vector of the block's piece of the range and how many; %skip:
+    vectors of the range in front of them; %dx: the address of the row.
+    """
+    parts = block.pieces
+    text = f"""
+        mov.u32 %t, <tid>.x; shr.u32 %warp, %t, 5; and.b32 %lane, %t, 31;
         shr.u32 %base, <start>, 2; add.s32 %vectors, <start>, <length>; add.s32 %vectors, %vectors, 3;
         shr.u32 %vectors, %vectors, 2; sub.s32 %vectors, %vectors, %base;
+        mov.u32 %piece, {"0" if parts == 1 else "<piece>"}; mov.b32 %skip, 0;
+        {"" if parts == 1 else f"""
+        add.s32 %size, %vectors, {4 * parts - 1}; shr.u32 %size, %size, {(4 * parts).bit_length() - 1};
+        shl.b32 %size, %size, 2; mul.lo.s32 %skip, %size, %piece; add.s32 %base, %base, %skip;
+        sub.s32 %vectors, %vectors, %skip; max.s32 %vectors, %vectors, 0; min.s32 %vectors, %vectors, %size;
+        """}
         cvt.s64.s32 %dn, <n>; mul.lo.s64 %dn, %dn, {row_bytes}; add.s64 %dx, <a0>, %dn;
-        """.replace("%tid", "<tid>")
-    text = start + text
+        {text}
+        {_sync(block)}
+        """.replace("%piece", "%cta")
     kinds = {"p": "pred", "f": "f32", "d": "b64"}
     registers = sorted(set(re.findall(r"%([a-z]\w*)", text)))
     declared = "".join(f".reg .{kinds.get(x[0], 'b32')} %{x}; " for x in registers)
-    text = re.sub(r"%([a-z]\w*)", r"r_\1", declared + text).replace("<tid>", "%tid")
-    for i, name in enumerate(names):
-        text = text.replace(f"<{name}>", f"${i}")
-    return "{ " + " ".join(text.split()) + " bar.sync 0; }"
+    text = re.sub(r"%([a-z]\w*)", r"r_\1", declared + text)
+    for name, value in [("tid", "%tid"), ("piece", "%cluster_ctarank"), *((x, f"${i}") for i, x in enumerate(names))]:
+        text = text.replace(f"<{name}>", value)
+    return "{ " + " ".join(text.split()) + " }"
+
+
+def _sync(block: Any) -> str:
+    """Wait for all threads of all blocks that share the row."""
+    return "bar.sync 0;" if block.pieces == 1 else "barrier.cluster.arrive; barrier.cluster.wait;"
 
 
 def _clear(block: Any) -> str:
@@ -269,7 +286,7 @@ def _numbers_counted(block: Any) -> str:
     each += f"@!%pe bra #_inner; {edge} #_inner: "
     each += "".join(f"red.shared.add.u32 [%k{c}], 1;" for c in range(4))
     middle = f"add.s32 %middle, <a1>, {2 * block.bins}; add.s32 %trash, <a2>, {4 * (NUMBERS - 1)};"
-    return middle + _vectors(block, each, "count") + "bar.sync 0;"
+    return middle + _vectors(block, each, "count") + _sync(block)
 
 
 def _keys_counted(block: Any) -> str:
@@ -282,7 +299,7 @@ def _keys_counted(block: Any) -> str:
     edge = "".join(f"{_inside(c)} not.pred %po, %po; and.pred %pk{c}, %pk{c}, %po;" for c in range(4))
     each += f"@!%pe bra #_inner; {edge} #_inner: "
     each += "".join(f"@%pk{c} red.shared.add.u32 [%k{c}], 1;" for c in range(4))
-    return "sub.s32 %spread, <n2>, <n1>;" + _vectors(block, each, "count") + "bar.sync 0;"
+    return "sub.s32 %spread, <n2>, <n1>;" + _vectors(block, each, "count") + _sync(block)
 
 
 def _found_text(block: Any) -> str:
@@ -291,10 +308,26 @@ def _found_text(block: Any) -> str:
     chunks = block.bins // block.threads // each
     warps = block.threads // 32
     load, close = "", ""
-    names = ", ".join(f"%c{v}" for v in range(each))
-    kind, names = ("b32", names) if each == 1 else (f"v{each}.b32", "{" + names + "}")
+    names = [f"%c{v}" for v in range(each)]
+    kind = "b32" if each == 1 else f"v{each}.b32"
+
+    def vector(names):
+        return names[0] if each == 1 else "{" + ", ".join(names) + "}"
+
+    def counts(q):
+        """%c0..: counts of all blocks."""
+        far = 4 * 32 * each * q
+        if block.pieces == 1:
+            return f"ld.shared.{kind} {vector(names)}, [%at+{far}];"
+        text = ""
+        for r in range(block.pieces):
+            into = names if r == 0 else [f"%e{v}" for v in range(each)]
+            text += f"mapa.shared::cluster.u32 %r, %at, {r}; ld.shared::cluster.{kind} {vector(into)}, [%r+{far}];"
+            text += "".join(f"add.s32 {x}, {x}, {y};" for x, y in zip(names, into, strict=True) if r)
+        return text
+
     for q in range(chunks):
-        load += f"ld.shared.{kind} {names}, [%at+{4 * 32 * each * q}]; mov.b32 %q{q}, %c0;"
+        load += f"{counts(q)} mov.b32 %q{q}, %c0;"
         load += "".join(f"add.s32 %q{q}, %q{q}, %c{v};" for v in range(1, each))
         load += f"add.s32 %v, %v, %q{q};"
     scan = "".join(
@@ -313,8 +346,7 @@ def _found_text(block: Any) -> str:
                 mov.b32 %w, %u;
                 """
         close += f"""
-            ld.shared.{kind} {names}, [%at+{4 * 32 * each * q}];
-            mov.b32 %s, %q{q}; {scan}
+            {counts(q)} mov.b32 %s, %q{q}; {scan}
             sub.s32 %w, %s, %q{q}; add.s32 %w, %w, %above; {inner}
             shfl.sync.idx.b32 %s, %s, 0, 31, 0xffffffff; add.s32 %above, %above, %s;
             setp.ge.s32 %pa, %above, <n0>; @%pa bra find_done;
@@ -358,7 +390,23 @@ def _marked(block: Any) -> str:
 
 
 def _settled(block: Any) -> str:
-    counter = f"[<a3>+{4 * _FOUND + 12}]"
+    counter, others = f"[<a3>+{4 * _FOUND + 12}]", ""
+    for r in range(block.pieces):
+        here, space = "mov.b32 %b, <a2>; mov.b32 %y, %many;", "shared"
+        if block.pieces > 1:
+            here = f"mapa.shared::cluster.u32 %b, <a3>, {r}; ld.shared::cluster.b32 %y, [%b+{4 * _FOUND + 12}];"
+            here += f"min.s32 %y, %y, {CANDIDATES}; mapa.shared::cluster.u32 %b, <a2>, {r};"
+            space = "shared::cluster"
+        others += f"""
+            {here} mad.lo.s32 %y, %y, 8, %b;
+            settle_others{r}:
+            setp.ge.s32 %pa, %b, %y; @%pa bra settle_ranked{r};
+            ld.{space}.v2.b32 {{%x, %s}}, [%b]; add.s32 %b, %b, 8;
+            setp.eq.s32 %pa, %x, %k; setp.lt.s32 %pb, %s, %e; and.pred %pa, %pa, %pb;
+            setp.gt.s32 %pb, %x, %k; or.pred %pa, %pa, %pb; @%pa add.s32 %rank, %rank, 1;
+            bra settle_others{r};
+            settle_ranked{r}:
+            """
     return f"""
         setp.eq.s32 %pa, <n1>, 0; @%pa bra settle_done;
         add.s32 %words, %vectors, 3; shr.u32 %words, %words, 2;
@@ -375,24 +423,21 @@ def _settled(block: Any) -> str:
         {_key(0)}
         atom.shared.add.u32 %b, {counter}, 1;
         setp.ge.s32 %pa, %b, {CANDIDATES}; @%pa bra settle_bits;
-        mad.lo.s32 %b, %b, 8, <a2>; st.shared.v2.b32 [%b], {{%k, %e}};
+        mad.lo.s32 %b, %b, 8, <a2>; mad.lo.s32 %e, %skip, 4, %e; st.shared.v2.b32 [%b], {{%k, %e}};
         bra settle_bits;
         settle_word_done:
         add.s32 %i, %i, {block.threads}; bra settle_words;
         settle_collected:
-        bar.sync 0;
+        {_sync(block)}
         ld.shared.b32 %many, {counter}; min.s32 %many, %many, {CANDIDATES};
         mov.u32 %i, %t;
         settle_own:
         setp.ge.s32 %pa, %i, %many; @%pa bra settle_done;
         mad.lo.s32 %b, %i, 8, <a2>; ld.shared.v2.b32 {{%k, %e}}, [%b];
-        mov.b32 %rank, 0; mov.b32 %b, <a2>; mad.lo.s32 %y, %many, 8, <a2>;
-        settle_others:
-        ld.shared.v2.b32 {{%x, %s}}, [%b]; add.s32 %b, %b, 8;
-        setp.eq.s32 %pa, %x, %k; setp.lt.s32 %pb, %s, %e; and.pred %pa, %pa, %pb;
-        setp.gt.s32 %pb, %x, %k; or.pred %pa, %pa, %pb; @%pa add.s32 %rank, %rank, 1;
-        setp.lt.s32 %pa, %b, %y; @%pa bra settle_others;
+        mov.b32 %rank, 0;
+        {others}
         setp.ge.s32 %pa, %rank, <n0>; @%pa bra settle_next;
+        mad.lo.s32 %e, %skip, -4, %e;
         shr.u32 %b, %e, 4; mad.lo.s32 %b, %b, 4, <a1>;
         shl.b32 %x, %e, 1; and.b32 %x, %x, 24; and.b32 %y, %e, 3; add.s32 %x, %x, %y;
         mov.b32 %y, 1; shl.b32 %x, %y, %x; red.shared.or.b32 [%b], %x;
@@ -403,16 +448,28 @@ def _settled(block: Any) -> str:
 
 
 def _scan(block: Any, name: str) -> str:
-    """%before: the sum of %v of all threads with lower numbers."""
+    """%before: the sum of %v of all threads in front; %ahead: of all blocks in front; %here: of the block."""
     warps = block.threads // 32
     steps = "".join(f"shfl.sync.up.b32 %u|%pv, %s, {d}, 0, 0xffffffff; @%pv add.s32 %s, %s, %u;" for d in (1, 2, 4, 8, 16))
-    return f"""
+    text = f"""
         {name}: mov.b32 %s, %v; {steps} sub.s32 %before, %s, %v;
         mad.lo.s32 %total, %warp, 4, <a3>; setp.eq.s32 %pa, %lane, 31; @%pa st.shared.b32 [%total], %s;
         bar.sync 0;
         mov.b32 %u, 0; setp.lt.s32 %pa, %lane, %warp; setp.lt.s32 %pb, %lane, {warps}; and.pred %pa, %pa, %pb;
         mad.lo.s32 %total, %lane, 4, <a3>; @%pa ld.shared.b32 %u, [%total];
         redux.sync.add.s32 %u, %u, 0xffffffff; add.s32 %before, %before, %u;
+        """
+    if block.pieces == 1:
+        return text
+    return f"""
+        {text}
+        mov.b32 %u, 0; setp.lt.s32 %pb, %lane, {warps}; @%pb ld.shared.b32 %u, [%total];
+        redux.sync.add.s32 %here, %u, 0xffffffff;
+        setp.eq.s32 %pa, %t, 0; @%pa st.shared.b32 [<a3>+{4 * _FOUND + 16}], %here;
+        {_sync(block)}
+        mov.b32 %u, 0; setp.lt.s32 %pa, %lane, %cta; min.s32 %b, %lane, {block.pieces - 1};
+        mapa.shared::cluster.u32 %r, <a3>, %b; @%pa ld.shared::cluster.b32 %u, [%r+{4 * _FOUND + 16}];
+        redux.sync.add.s32 %ahead, %u, 0xffffffff; add.s32 %before, %before, %ahead;
         """
 
 
@@ -456,14 +513,17 @@ def _written(block: Any) -> str:
         {_scan(block, "equal_scan")}
         sub.s32 %left, <n0>, %before;
         {_words_of_thread("tie", tie)}
-        bar.sync 0;
+        {_sync(block)}
         no_ties: mov.b32 %v, 0;
         {_words_of_thread("chosen", "and.b32 %x, %x, 0x0F0F0F0F;" + population)}
         {_scan(block, "chosen_scan")}
+        {"" if block.pieces > 1 else f"mov.b32 %ahead, 0; mov.b32 %here, {block.topk};"}
+        sub.s32 %before, %before, %ahead;
         {_words_of_thread("spread", spread)}
         bar.sync 0;
-        mov.u32 %i, %t; mul.wide.s32 %da, %t, 4; add.s64 %da, %da, %dx; mad.lo.s32 %a, %t, 4, <a2>;
-        copy_more: setp.ge.s32 %pa, %i, {block.topk}; @%pa bra copy_done;
+        add.s32 %i, %t, %ahead; mul.wide.s32 %da, %i, 4; add.s64 %da, %da, %dx; mad.lo.s32 %a, %t, 4, <a2>;
+        mov.u32 %i, %t;
+        copy_more: setp.ge.s32 %pa, %i, %here; @%pa bra copy_done;
         ld.shared.b32 %e, [%a]; st.global.b32 [%da], %e;
         add.s32 %i, %i, {block.threads}; add.s32 %a, %a, {4 * block.threads}; add.s64 %da, %da, {4 * block.threads};
         bra copy_more;
@@ -472,11 +532,12 @@ def _written(block: Any) -> str:
 
 
 def _written_all(block: Any) -> str:
+    step = block.threads * block.pieces
     return f"""
-        mov.u32 %i, %t; mul.wide.s32 %da, %t, 4; add.s64 %da, %da, %dx;
+        mad.lo.s32 %i, %cta, {block.threads}, %t; mul.wide.s32 %da, %i, 4; add.s64 %da, %da, %dx;
         all_more: setp.ge.s32 %pa, %i, {block.topk}; @%pa bra all_done;
         setp.lt.s32 %pb, %i, <length>; selp.b32 %e, %i, -1, %pb; st.global.b32 [%da], %e;
-        add.s32 %i, %i, {block.threads}; add.s64 %da, %da, {4 * block.threads};
+        add.s32 %i, %i, {step}; add.s64 %da, %da, {4 * step};
         bra all_more;
         all_done:
         """
