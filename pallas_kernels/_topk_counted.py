@@ -67,9 +67,12 @@ def why_not(S: int, topk: int, config: Counted) -> str | None:
     return None
 
 
-def rule(S: int) -> Counted:
-    """Enough threads for a row's length, few enough for several rows on a multiprocessor."""
-    return Counted(threads=128 if S <= 4096 else 256 if S <= 8192 else 512 if S <= 32768 else 1024)
+def rule(N: int, S: int) -> Counted:
+    """Enough threads for a row's length, few enough for several rows on a multiprocessor; few long rows are shared."""
+    pieces = max(p for p in PIECES if p == 1 or (N * p <= _mosaic.num_sms() and 4096 * p <= S))
+    length = S // pieces
+    threads = 128 if length <= 4096 else 256 if length <= 8192 else 512 if length <= 32768 else 1024
+    return Counted(threads=max(threads, 512) if pieces > 1 else threads, pieces=pieces)
 
 
 def choose(config: Counted, logits, starts, ends, topk: int) -> jax.Array:

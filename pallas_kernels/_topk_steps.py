@@ -1,8 +1,9 @@
 """Steps of a thread block that chooses from a row (`_topk_counted`), each with its plain form for the interpreter.
 
-A range is read in vectors of four entries, 16 bytes, from the one that its start lies in on; `vector` j of the mask is
-byte j: the low half are the bits of what is chosen, the high half of what lies in the interval. All threads leave a step
-together, and what one wrote to shared memory the others see. Interpreted, one warpgroup does the block's work.
+A range is read in vectors of four entries, 16 bytes, from the one that its start lies in on. Byte j of the mask belongs
+to vector j: its low half are the bits of what is chosen, its high half of what lies in the interval. Blocks of
+a cluster share a row: each counts and marks a piece of the range, and sees the others' counts. All threads leave a step together,
+and what one wrote to shared memory the others see. Interpreted, one warpgroup does all the work.
 """
 
 import re
@@ -50,7 +51,12 @@ def count_numbers(block: Any) -> tuple[Any, Any, Any]:
         place = (jnp.clip(size, LEAST, LEAST + (_OCTAVES << 23) - 1) - LEAST) // width(block.bins)
         half = block.bins // 2
         return _found(block, jnp.where(k < 0, half - 1 - place, half + place), visible, block.topk)
-    _run(block, _clear(block) + _numbers_counted(block) + _found_text(block), [block.x, block.counts, block.numbers], block.topk)
+    _run(
+        block,
+        _clear(block) + _numbers_counted(block) + _found_text(block),
+        [block.x, block.counts, block.numbers],
+        block.topk,
+    )
     return _told(block)
 
 
@@ -189,11 +195,15 @@ def assembled(text: str, names: list[str], row_bytes: int, block: Any) -> str:
         shr.u32 %base, <start>, 2; add.s32 %vectors, <start>, <length>; add.s32 %vectors, %vectors, 3;
         shr.u32 %vectors, %vectors, 2; sub.s32 %vectors, %vectors, %base;
         mov.u32 %piece, {"0" if parts == 1 else "<piece>"}; mov.b32 %skip, 0;
-        {"" if parts == 1 else f"""
+        {
+        ""
+        if parts == 1
+        else f'''
         add.s32 %size, %vectors, {4 * parts - 1}; shr.u32 %size, %size, {(4 * parts).bit_length() - 1};
         shl.b32 %size, %size, 2; mul.lo.s32 %skip, %size, %piece; add.s32 %base, %base, %skip;
         sub.s32 %vectors, %vectors, %skip; max.s32 %vectors, %vectors, 0; min.s32 %vectors, %vectors, %size;
-        """}
+        '''
+    }
         cvt.s64.s32 %dn, <n>; mul.lo.s64 %dn, %dn, {row_bytes}; add.s64 %dx, <a0>, %dn;
         {text}
         {_sync(block)}
@@ -450,7 +460,9 @@ def _settled(block: Any) -> str:
 def _scan(block: Any, name: str) -> str:
     """%before: the sum of %v of all threads in front; %ahead: of all blocks in front; %here: of the block."""
     warps = block.threads // 32
-    steps = "".join(f"shfl.sync.up.b32 %u|%pv, %s, {d}, 0, 0xffffffff; @%pv add.s32 %s, %s, %u;" for d in (1, 2, 4, 8, 16))
+    steps = "".join(
+        f"shfl.sync.up.b32 %u|%pv, %s, {d}, 0, 0xffffffff; @%pv add.s32 %s, %s, %u;" for d in (1, 2, 4, 8, 16)
+    )
     text = f"""
         {name}: mov.b32 %s, %v; {steps} sub.s32 %before, %s, %v;
         mad.lo.s32 %total, %warp, 4, <a3>; setp.eq.s32 %pa, %lane, 31; @%pa st.shared.b32 [%total], %s;

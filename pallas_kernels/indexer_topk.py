@@ -1,10 +1,10 @@
-"""Exact top-k of rows on Mosaic GPU (Hopper): the k-th largest key by bisection; see `jaxattn.ops.indexer_topk`.
+"""Exact top-k of rows on Mosaic GPU (Hopper): by counts, or by bisection; see `jaxattn.ops.indexer_topk`.
 
-A warpgroup holds a row of logits as integer keys in the same order, each warp a quarter, and counts in each step how
-many are at least the middle of an interval; most rows are done once exactly k are. Of equal keys, a second bisection
-finds how far in the row they still belong. What is chosen is written in order: warps find their places by ballots.
-Rows that no warpgroup can hold are cut; a winner of the row is a winner of its part. Parts that no range reaches are
-not loaded: a row may be as long as a page table allows, and its request short.
+A block counts keys (`_topk_counted`) unless a row is too long for its shared memory. Then bisection: a warpgroup holds
+a part of a row as integer keys in the same order, each warp a quarter, and counts in each step how many are at least
+the middle of an interval; most are done once exactly k are. Of equal keys, a second bisection finds how far in the part
+they still belong. What is chosen is written in order: warps find their places by ballots. The winners of the parts
+compete again. Parts that no range reaches are not loaded.
 
 Chosen over XLA's `top_k`, which sorts, and over a Triton kernel, which nothing here can interpret.
 """
@@ -50,28 +50,35 @@ def why_not(*, logits, topk, **_) -> str | None:
         return f"logits must be float32, got {jnp.dtype(logits.dtype).name}"
     if not logits.shape[1]:
         return "there are no entries"
-    return None if _legal(logits, topk) else _topk_counted.why_not(logits.shape[1], topk, Counted())
+    if _bisections(logits, topk):
+        return None
+    return _topk_counted.why_not(logits.shape[1], topk, _topk_counted.rule(*logits.shape))
 
 
-def _legal(logits, topk: int) -> list[Any]:
+def _bisections(logits, topk: int) -> list[Config]:
     S = logits.shape[1]
-    counted = [Counted(threads=t, bins=b) for t in _topk_counted.THREADS for b in _topk_counted.BINS]
-    counted = [c for c in counted if _topk_counted.why_not(S, topk, c) is None]
-    return counted + [Config(entries=n) for n in _ENTRIES if n >= S or n >= 2 * topk]
+    return [Config(entries=n) for n in _ENTRIES if n >= S or n >= 2 * topk]
 
 
-def default_config(*, logits, topk, **_) -> Any:
-    """Counts if a block can hold what they need, else bisection of whole rows if they fit, of the largest parts."""
-    legal = _legal(logits, topk)
-    rule = _topk_counted.rule(logits.shape[1])
-    if rule in legal:
+def default_config(*, logits, topk, **_) -> Launch:
+    """Counts if a block can hold what they need, else bisection of the largest parts."""
+    rule = _topk_counted.rule(*logits.shape)
+    if _topk_counted.why_not(logits.shape[1], topk, rule) is None:
         return rule
-    return next((c for c in legal if isinstance(c, Config) and c.entries >= logits.shape[1]), legal[-1])
+    return _bisections(logits, topk)[-1]
 
 
-def configs(*, logits, topk, **_) -> Iterable[Any]:
-    """All legal configurations."""
-    return _legal(logits, topk)
+def configs(*, logits, topk, **_) -> Iterable[Launch]:
+    """All legal configurations but those of unlikely numbers of bins and loads."""
+    N, S = logits.shape
+    counted = [
+        Counted(threads=t, bins=b, pieces=p)
+        for p in _topk_counted.PIECES
+        for t in _topk_counted.THREADS
+        for b in (2048, 4096)
+        if p == 1 or N * p <= 2 * _mosaic.num_sms()
+    ]
+    return [c for c in counted if _topk_counted.why_not(S, topk, c) is None] + _bisections(logits, topk)
 
 
 def indexer_topk(*, config: Launch, logits, starts, ends, topk):
@@ -83,7 +90,7 @@ def indexer_topk(*, config: Launch, logits, starts, ends, topk):
             return jnp.zeros((0, topk), i32)
         return _topk_counted.choose(config, logits, starts, ends, topk)
     assert isinstance(config, Config)
-    if config not in _legal(logits, topk):
+    if config not in _bisections(logits, topk):
         raise ValueError(f"indexer_topk: entries={config.entries} must be at least 2 topk = {2 * topk}")
     (N, S), most = logits.shape, config.entries
     if not N:
