@@ -1,9 +1,9 @@
 """Steps of a thread block that chooses from a row (`_topk_counted`), each with its plain form for the interpreter.
 
 A range is read in vectors of four entries, 16 bytes, from the one that its start lies in on. Byte j of the mask belongs
-to vector j: its low half are the bits of what is chosen, its high half of what lies in the interval. Blocks of
-a cluster share a row: each counts and marks a piece of the range, and sees the others' counts. All threads leave a step together,
-and what one wrote to shared memory the others see. Interpreted, one warpgroup does all the work.
+to vector j: its low half are the bits of what is chosen, its high half of what lies in the interval. Blocks of one
+cluster share a row: each counts and marks a piece of the range, and sees the others' counts. All threads leave a step
+together, and what one wrote to shared memory the others see. Interpreted, one warpgroup does all the work.
 """
 
 import re
@@ -264,14 +264,12 @@ def _vectors(block: Any, each: str, name: str, missing: str = "", end: str = "%v
         """
 
 
-def _normal(c: int) -> str:
-    """A number with NaN as -inf and one zero, as bits in %k, and its sign in all bits of %s."""
-    return f"add.rn.f32 %fy, %f{c}, 0f00000000; max.f32 %fy, %fy, 0fFF800000; mov.b32 %k, %fy; shr.s32 %s, %k, 31;"
-
-
 def _key(c: int) -> str:
-    """The same as a key."""
-    return _normal(c) + "and.b32 %s, %s, 0x7FFFFFFF; xor.b32 %k, %k, %s;"
+    """A number's key in %k: zeros to one zero, NaN to -inf, then as whole numbers."""
+    return f"""
+        add.rn.f32 %fy, %f{c}, 0f00000000; max.f32 %fy, %fy, 0fFF800000; mov.b32 %k, %fy; shr.s32 %s, %k, 31;
+        and.b32 %s, %s, 0x7FFFFFFF; xor.b32 %k, %k, %s;
+        """
 
 
 def _inside(c: int) -> str:
@@ -283,13 +281,15 @@ def _inside(c: int) -> str:
 
 
 def _numbers_counted(block: Any) -> str:
+    """Sizes are cut off on both sides as floats, whose largest rule also says that NaN is as the lowest number."""
     shift = width(block.bins).bit_length() - 1
+    top, least = LEAST + (_OCTAVES << 23) - 1, LEAST
     each = ""
     for c in range(4):
         each += f"""
-            {_normal(c)}
-            and.b32 %k, %k, 0x7FFFFFFF; max.s32 %k, %k, {LEAST}; min.s32 %k, %k, {LEAST + (_OCTAVES << 23) - 1};
-            sub.s32 %k, %k, {LEAST}; shr.u32 %k, %k, {shift - 2}; xor.b32 %k, %k, %s; and.b32 %k, %k, -4;
+            add.rn.f32 %fy, %f{c}, 0f00000000; max.f32 %fy, %fy, 0f{top | 1 << 31:08X}; min.f32 %fy, %fy, 0f{top:08X};
+            mov.b32 %s, %fy; shr.s32 %s, %s, 31; abs.f32 %fy, %fy; max.f32 %fy, %fy, 0f{least:08X}; mov.b32 %k, %fy;
+            sub.s32 %k, %k, {least}; shr.u32 %k, %k, {shift - 2}; xor.b32 %k, %k, %s; and.b32 %k, %k, -4;
             add.s32 %k{c}, %k, %middle;
             """
     edge = "".join(f"{_inside(c)} @%po mov.b32 %k{c}, %trash;" for c in range(4))
@@ -378,12 +378,14 @@ def _found_text(block: Any) -> str:
 
 
 def _marked(block: Any) -> str:
+    """Floats are compared: a key of -1, which none has, would be -0; all are above what is below -inf, NaN included."""
     each = "mov.b32 %m, 0;"
     for c in range(4):
         each += f"""
-            {_key(c)} setp.gt.s32 %pa, %k, <n1>; setp.ge.s32 %pb, %k, <n0>; @%pa or.b32 %m, %m, {1 << c};
-            not.pred %pa, %pa; and.pred %pb, %pb, %pa; @%pb or.b32 %m, %m, {16 << c};
+            setp.gt.or.f32 %pa, %f{c}, %fhigh, %pabove; @%pa or.b32 %m, %m, {1 << c};
+            setp.ge.or.f32 %pb, %f{c}, %flow, %pwithin; @%pb or.b32 %m, %m, {16 << c};
             """
+    each += "shl.b32 %b, %m, 4; and.b32 %b, %b, 0xF0; xor.b32 %m, %m, %b;"
     edge = "".join(f"{_inside(c)} @%po and.b32 %m, %m, {0xFF ^ (0x11 << c)};" for c in range(4))
     each += f"@!%pe bra #_inner; {edge} #_inner: add.s32 %b, <a1>, %j; st.shared.u8 [%b], %m; bra #_next;"
     # up to a whole word, bytes without a vector are 0; a thread that had one is beyond this
@@ -392,8 +394,16 @@ def _marked(block: Any) -> str:
         add.s32 %b, <a1>, %j; mov.b32 %m, 0; st.shared.u8 [%b], %m;
         #_next:
         """
+    bounds = ""
+    for number, bound, all_are, other in (("<n1>", "%fhigh", "%pabove", -2), ("<n0>", "%flow", "%pwithin", 0)):
+        below = "lt" if bound == "%fhigh" else "le"
+        bounds += f"""
+            mov.b32 %k, {number}; setp.{below}.s32 {all_are}, %k, {~_INFINITE};
+            setp.eq.s32 %pa, %k, -1; @%pa mov.b32 %k, {other};
+            shr.s32 %s, %k, 31; and.b32 %s, %s, 0x7FFFFFFF; xor.b32 %k, %k, %s; mov.b32 {bound}, %k;
+            """
     start = f"""
-        add.s32 %whole, %vectors, 3; and.b32 %whole, %whole, -4;
+        {bounds} add.s32 %whole, %vectors, 3; and.b32 %whole, %whole, -4;
         setp.eq.s32 %pa, %t, 0; mov.b32 %m, 0; @%pa st.shared.b32 [<a2>+{4 * _FOUND + 12}], %m;
         """
     return start + _vectors(block, each, "mark", missing, "%whole")
