@@ -52,6 +52,8 @@ def why_not(*, logits, topk, **_) -> str | None:
         return "there are no entries"
     if _bisections(logits, topk):
         return None
+    if logits.shape[1] > _topk_counted.MOST:
+        return f"topk must be at most {_ENTRIES[-1] // 2} of more than {_topk_counted.MOST} entries, got {topk}"
     return _topk_counted.why_not(logits.shape[1], topk, _topk_counted.rule(*logits.shape))
 
 
