@@ -1,10 +1,10 @@
-"""Exact top-k of rows on Mosaic GPU (Hopper): the k-th largest key by bisection; see `jaxattn.ops.indexer_topk`.
+"""Exact top-k of rows on Mosaic GPU (Hopper): by counts, or by bisection; see `jaxattn.ops.indexer_topk`.
 
-A warpgroup holds a row of logits as integer keys in the same order, each warp a quarter, and counts in each step how
-many are at least the middle of an interval; most rows are done once exactly k are. Of equal keys, a second bisection
-finds how far in the row they still belong. What is chosen is written in order: warps find their places by ballots.
-Rows that no warpgroup can hold are cut; a winner of the row is a winner of its part. Parts that no range reaches are
-not loaded: a row may be as long as a page table allows, and its request short.
+A block counts keys (`_topk_counted`) unless a row is too long for its shared memory. Then bisection: a warpgroup holds
+a part of a row as integer keys in the same order, each warp a quarter, and counts in each step how many are at least
+the middle of an interval; most are done once exactly k are. Of equal keys, a second bisection finds how far in the part
+they still belong. What is chosen is written in order: warps find their places by ballots. The winners of the parts
+compete again. Parts that no range reaches are not loaded.
 
 Chosen over XLA's `top_k`, which sorts, and over a Triton kernel, which nothing here can interpret.
 """
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _rows, _words
+from pallas_kernels import _mosaic, _rows, _topk_counted, _words
+from pallas_kernels._topk_counted import Counted, Launch
 from pallas_kernels._words import Memory, Thread
 
 _WARPS, _VEC = 4, 4
@@ -33,7 +34,7 @@ i32 = jnp.int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Launch):
     """`entries`: most of a row that a warpgroup holds, 32 or 64 a lane."""
 
     entries: int = 8192
@@ -49,30 +50,49 @@ def why_not(*, logits, topk, **_) -> str | None:
         return f"logits must be float32, got {jnp.dtype(logits.dtype).name}"
     if not logits.shape[1]:
         return "there are no entries"
-    if logits.shape[1] > _ENTRIES[-1] and topk > _ENTRIES[-1] // 2:
-        return f"topk must be at most {_ENTRIES[-1] // 2} of more than {_ENTRIES[-1]} entries, got {topk}"
-    return None
+    if _bisections(logits, topk):
+        return None
+    if logits.shape[1] > _topk_counted.MOST:
+        return f"topk must be at most {_ENTRIES[-1] // 2} of more than {_topk_counted.MOST} entries, got {topk}"
+    return _topk_counted.why_not(logits.shape[1], topk, _topk_counted.rule(*logits.shape))
 
 
-def _legal(logits, topk: int) -> list[Config]:
+def _bisections(logits, topk: int) -> list[Config]:
     S = logits.shape[1]
     return [Config(entries=n) for n in _ENTRIES if n >= S or n >= 2 * topk]
 
 
-def default_config(*, logits, topk, **_) -> Config:
-    """Whole rows if they fit, else the largest parts."""
-    legal = _legal(logits, topk)
-    return next((c for c in legal if c.entries >= logits.shape[1]), legal[-1])
+def default_config(*, logits, topk, **_) -> Launch:
+    """Counts if a block can hold what they need, else bisection of the largest parts."""
+    rule = _topk_counted.rule(*logits.shape)
+    if _topk_counted.why_not(logits.shape[1], topk, rule) is None:
+        return rule
+    return _bisections(logits, topk)[-1]
 
 
-def configs(*, logits, topk, **_) -> Iterable[Config]:
-    """All legal configurations."""
-    return _legal(logits, topk)
+def configs(*, logits, topk, **_) -> Iterable[Launch]:
+    """All legal configurations but those of unlikely numbers of bins and loads."""
+    N, S = logits.shape
+    counted = [
+        Counted(threads=t, bins=b, pieces=p)
+        for p in _topk_counted.PIECES
+        for t in _topk_counted.THREADS
+        for b in (2048, 4096)
+        if p == 1 or N * p <= 2 * _mosaic.num_sms()
+    ]
+    return [c for c in counted if _topk_counted.why_not(S, topk, c) is None] + _bisections(logits, topk)
 
 
-def indexer_topk(*, config: Config, logits, starts, ends, topk):
+def indexer_topk(*, config: Launch, logits, starts, ends, topk):
     """Launch; arguments as prepared by `jaxattn.ops.indexer_topk`."""
-    if config not in _legal(logits, topk):
+    if isinstance(config, Counted):
+        if reason := _topk_counted.why_not(logits.shape[1], topk, config):
+            raise ValueError(f"indexer_topk: {reason}")
+        if not logits.shape[0]:
+            return jnp.zeros((0, topk), i32)
+        return _topk_counted.choose(config, logits, starts, ends, topk)
+    assert isinstance(config, Config)
+    if config not in _bisections(logits, topk):
         raise ValueError(f"indexer_topk: entries={config.entries} must be at least 2 topk = {2 * topk}")
     (N, S), most = logits.shape, config.entries
     if not N:

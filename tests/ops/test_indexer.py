@@ -260,7 +260,7 @@ def test_what_the_kernel_refuses_of_pages(changes, message, rng):
     ("shapes", "message"),
     [
         ({"format": "indexer_mxfp4"}, "a paged cache must be of format indexer_fp8, got indexer_mxfp4"),
-        ({"topk": 5000, "page_table": (2, 200)}, "topk must be at most 4096 of more than 8192 entries, got 5000"),
+        ({"topk": 5000, "page_table": (2, 9000)}, "topk must be at most 4096 of more than 524288 entries, got 5000"),
     ],
     ids=("format", "topk"),
 )

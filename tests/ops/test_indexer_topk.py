@@ -7,7 +7,7 @@ import pytest
 from jaxattn import indexer, indexer_topk
 from jaxattn.ops.indexer_topk import make_inputs
 from pallas_kernels import _mosaic
-from pallas_kernels.indexer_topk import Config
+from pallas_kernels.indexer_topk import Config, Counted
 
 KERNELS = ("reference", "mosaic")
 
@@ -30,13 +30,14 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_by_hand(implementation):
+@pytest.mark.parametrize("config", [None, Counted(), Config()])
+def test_by_hand(config):
     logits = np.full((len(BY_HAND), 4), np.nan, np.float32)
     for line, (numbers, _) in zip(logits, BY_HAND.values(), strict=True):
         line[: len(numbers)] = numbers
     ends = jnp.array([len(numbers) for numbers, _ in BY_HAND.values()], jnp.int32)
-    found = choose(jnp.asarray(logits), 0 * ends, ends, topk=2, implementation=implementation)
+    options = {} if config is None else {"implementation": "mosaic", "config": config}
+    found = choose(jnp.asarray(logits), 0 * ends, ends, topk=2, **options)
     assert dict(zip(BY_HAND, found.tolist(), strict=True)) == {name: best for name, (_, best) in BY_HAND.items()}
 
 
@@ -47,6 +48,26 @@ def test_ranges_at_the_edges(implementation):
     starts, ends = (jnp.array(x, jnp.int32) for x in ([3, 5, 7, 2, 0], [3, 4, 2000, 3, 9]))
     found = choose(logits, starts, ends, topk=3, implementation=implementation)
     assert found.tolist() == [[-1, -1, -1], [-1, -1, -1], [0, 1, -1], [0, -1, -1], [6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x, id="ordinary"),
+        pytest.param(lambda x: x * 1e-30 + 1e-30, id="tiny"),
+        pytest.param(lambda x: x * 1e30, id="huge"),
+        pytest.param(lambda x: x * 1e-3 - 100, id="close-together"),
+        pytest.param(lambda x: np.round(x), id="few-different"),
+        pytest.param(lambda x: 0 * x - 2, id="all-equal"),
+    ],
+)
+def test_counts_find_what_lies_anywhere(change, rng):
+    """Numbers of which many share an interval of the first round, more than find their ranks among each other."""
+    args = make_inputs(rng, 3, 1501, topk=300)
+    args["starts"], args["ends"] = jnp.array([0, 3, 700], jnp.int32), jnp.array([1501, 1500, 1100], jnp.int32)
+    args["logits"] = jnp.asarray(change(rng.standard_normal((3, 1501)).astype(np.float32)), jnp.float32)
+    found = choose(**args, implementation="mosaic", config=Counted(bins=1024))
+    np.testing.assert_array_equal(found, choose(**args))
 
 
 @pytest.mark.parametrize("kind", ["normal", "edges"])
@@ -81,6 +102,10 @@ def test_wrong_calls():
         indexer_topk(x.astype(jnp.bfloat16), zero, zero, topk=1)
     with pytest.raises(ValueError, match=r"^entries must be 4096 or 8192, got 100$"):
         Config(entries=100)
+    with pytest.raises(ValueError, match=r"^threads must be 128, 256, 512 or 1024, got 64$"):
+        Counted(threads=64)
+    with _mosaic.interpret(), pytest.raises(ValueError, match=r"marks of at most 524288 entries, got 600000"):
+        indexer_topk(jnp.ones((1, 600000)), zero[:1], zero[:1], topk=3, implementation="mosaic", config=Counted())
     with _mosaic.interpret(), pytest.raises(ValueError, match=r"entries=4096 must be at least 2 topk = 6000"):
         args = jnp.ones((1, 9000)), zero[:1], zero[:1]
         indexer_topk(*args, topk=3000, implementation="mosaic", config=Config(entries=4096))
