@@ -440,6 +440,9 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
     _, first = _split(t.steps, c.num_stages)
     sharp = (x.scale if x.softcap is None else x.softcap) * LOG2E
+    # ptxas moves the wait for P V up to the scores; it stays behind the softmax if a loop stands before it, that of a
+    # wait for the values which the next step needs (with one stage they come only when P V is done)
+    ahead = c.num_stages > 1 and x.overlap
 
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
@@ -460,7 +463,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plain = (start >= t.plain_low) & (start <= t.plain_high)
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
-        p = jnp.exp2(s * sharp - _across(m_new, s))
+        p = jnp.exp2(s * sharp - softmax.across(m_new, s))
         return m_new, total * jnp.exp2(m - m_new) + jnp.sum(p, axis=1), p.astype(x.dtype)
 
     def scores(at):
@@ -478,16 +481,21 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_arrive(r.k_free.at[at])
         return s
 
+    def values_there(at, *, early):
+        if early == ahead:
+            plgpu.barrier_wait(r.v_bar.at[at])
+
     def step(state):
         m, total, o, p, before, start = state
         at, start = after(before), start - c.block_kv
         if x.interpreted or not x.overlap:
-            plgpu.barrier_wait(r.v_bar.at[before])
+            values_there(before, early=False)
             o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
             m_new, total, p = weights(scores(at), m, total, start)
+            values_there(at, early=True)
         else:
             plgpu.barrier_wait(r.k_bar.at[at])
-            plgpu.barrier_wait(r.v_bar.at[before])
+            values_there(before, early=False)
             wait_turn()
             s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
             pass_turn()
@@ -495,28 +503,25 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             s = lax.optimization_barrier(s)
             plgpu.barrier_arrive(r.k_free.at[at])
             m_new, total, p = weights(s, m, total, start)
+            values_there(at, early=True)
             plgpu.wgmma_wait(0)
             o = lax.optimization_barrier(o)
         plgpu.barrier_arrive(r.v_free.at[before])
-        return m_new, total, o * _across(jnp.exp2(m - m_new), o), p, at, start
+        return m_new, total, o * softmax.across(jnp.exp2(m - m_new), o), p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, total, (o,) = softmax.start(ROWS, (x.Dv,))
     start = t.start
     m, total, p = weights(scores(first), m, total, start)
+    values_there(first, early=True)
     # a loop over `start`, whose end is read from shared memory: every register counts
     m, total, o, p, last, _ = lax.while_loop(lambda state: state[5] > t.end, step, (m, total, o, p, first, start))
     if not c.share_o:
         plgpu.barrier_arrive(r.q_free.at[_stage(x, t._at)])
-    plgpu.barrier_wait(r.v_bar.at[last])
+    values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
     _finish(x, r, t, warpgroup, (m, total, (o,)))
-
-
-def _across(row, like):
-    """A value per row, repeated over the columns of `like`."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
 
 
 def _visible(x: Plan, t: Any, warpgroup, start):
