@@ -21,6 +21,9 @@ _TILE = 64
 """Rows of a tile of paged attention's kernel."""
 _SEGMENT = 512
 """The fewest keys that are worth a partial result."""
+_PROMPT = 128
+"""Query rows a request, on average, from which on flat attention is no slower: four tiles, of which at most one has
+rows to spare."""
 _MAX = float(jnp.finfo(jnp.float32).max)
 
 type Table = tuple[jax.Array, jax.Array, jax.Array]
@@ -169,8 +172,18 @@ def _splits(*, q, k_pages, page_table, shared, **_) -> int:
 
 
 def default_config(**args) -> Config:
-    """Enough segments to fill the card twice over, and the other kernels' own defaults."""
-    return _config(_splits(**args), args)
+    """Flat for long prompts, else enough segments to fill the card twice over; the other kernels' own defaults.
+
+    Prefixes take prefill's kernel where it can run: their rows fill its tiles.
+    """
+    splits = _splits(**args)
+    config = _config(splits, args)
+    prefix, suffix, _ = _parts(splits=splits, **args)
+    if args["q"].shape[0] >= _PROMPT * args["page_table"].shape[0] and paged_prefill.why_not(**suffix) is None:
+        return dataclasses.replace(config, flat=paged_prefill.default_config(**suffix))
+    if paged_prefill.why_not(**prefix) is None:
+        return dataclasses.replace(config, prefix=paged_prefill.default_config(**prefix))
+    return config
 
 
 def configs(**args) -> Iterable[Config]:
@@ -191,7 +204,7 @@ def configs(**args) -> Iterable[Config]:
             found.append(dataclasses.replace(found[-1], **quick))
         if splits == 1 and "suffix" in quick:
             found.append(dataclasses.replace(found[-1], flat=quick["suffix"]))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, default_config(**args)]))
 
 
 def _config(splits: int, args: dict) -> Config:

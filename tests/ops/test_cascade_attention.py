@@ -317,3 +317,12 @@ def test_the_kernel_of_prompts_gives_the_same(way, rng, interpret, monkeypatch):
         sides = {"reference": same[name], "kernel": np.asarray(got[name])}
         verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
         assert verdict.passed, f"{name}: {verdict.reason}"
+
+
+def test_long_prompts_run_flat():
+    """By shapes alone: from 128 query rows a request on."""
+    args = prepared("bfloat16, D 128, one prefix")
+    B = args["page_table"].shape[0]
+    for rows, flat in ((127 * B, False), (128 * B, True)):
+        q = jax.ShapeDtypeStruct((rows, *args["q"].shape[1:]), jnp.bfloat16)
+        assert (mosaic.default_config(**args | {"q": q}).flat is not None) == flat
