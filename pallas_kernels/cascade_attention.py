@@ -14,12 +14,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _mosaic, combine_partials, merge_states, paged_attention
+from pallas_kernels.paged_attention import prefill as paged_prefill
 
 _SPLITS = (1, 2, 4, 8, 16)
 _TILE = 64
 """Rows of a tile of paged attention's kernel."""
 _SEGMENT = 512
 """The fewest keys that are worth a partial result."""
+_PROMPT = 128
+"""Query rows a request, on average, from which on flat attention is no slower: four tiles, of which at most one has
+rows to spare."""
 _MAX = float(jnp.finfo(jnp.float32).max)
 
 type Table = tuple[jax.Array, jax.Array, jax.Array]
@@ -38,6 +42,9 @@ class Config:
     """Of paged attention over suffixes."""
     merge: Any
     """Of `merge_states` for two partial results, else of `combine_partials`."""
+    flat: Any = None
+    """Of paged attention over whole requests, which is then all that runs: where each fills tiles of its own anyhow,
+    these read a prefix as often as shared ones would, and there is nothing to merge."""
 
     def __post_init__(self):
         if self.splits not in _SPLITS:
@@ -165,14 +172,39 @@ def _splits(*, q, k_pages, page_table, shared, **_) -> int:
 
 
 def default_config(**args) -> Config:
-    """Enough segments to fill the card twice over, and the other kernels' own defaults."""
-    return _config(_splits(**args), args)
+    """Flat for long prompts, else enough segments to fill the card twice over; the other kernels' own defaults.
+
+    Prefixes take prefill's kernel where it can run: their rows fill its tiles.
+    """
+    splits = _splits(**args)
+    config = _config(splits, args)
+    prefix, suffix, _ = _parts(splits=splits, **args)
+    if args["q"].shape[0] >= _PROMPT * args["page_table"].shape[0] and paged_prefill.why_not(**suffix) is None:
+        return dataclasses.replace(config, flat=paged_prefill.default_config(**suffix))
+    if paged_prefill.why_not(**prefix) is None:
+        return dataclasses.replace(config, prefix=paged_prefill.default_config(**prefix))
+    return config
 
 
 def configs(**args) -> Iterable[Config]:
-    """Every number of segments that the merge can take, with the other kernels' own defaults."""
+    """Every number of segments that the merge can take, with the other kernels' defaults and with prefill's; flat."""
     L = args["shared"].shape[0]
-    return [_config(splits, args) for splits in _SPLITS if splits * L <= 15]
+    found = []
+    for splits in _SPLITS:
+        if splits * L > 15:
+            continue
+        found.append(_config(splits, args))
+        prefix, suffix, _ = _parts(splits=splits, **args)
+        quick = {
+            name: paged_prefill.default_config(**part)
+            for name, part in (("prefix", prefix), ("suffix", suffix))
+            if paged_prefill.why_not(**part) is None
+        }
+        if quick:
+            found.append(dataclasses.replace(found[-1], **quick))
+        if splits == 1 and "suffix" in quick:
+            found.append(dataclasses.replace(found[-1], flat=quick["suffix"]))
+    return list(dict.fromkeys([*found, default_config(**args)]))
 
 
 def _config(splits: int, args: dict) -> Config:
@@ -206,18 +238,24 @@ def cascade_attention(
 ):
     """Launch; arguments as prepared by `jaxattn.ops.cascade_attention`."""
     N, page = q.shape[0], k_pages.shape[1]
-    prefixes, suffix = levels(page_table, lengths, query_start, group_start, shared, page=page)
     cache = {"k_pages": k_pages, "v_pages": v_pages, "k_scale": k_scale, "v_scale": v_scale}
-    cache |= {"scale": scale, "softcap": softcap, "window": None, "return_lse": True}
+    cache |= {"scale": scale, "softcap": softcap, "window": None}
 
-    def attend(config, q, table: Table, **options):
+    def attend(config, q, table: Table, return_lse=True, **options):
         named = dict(zip(("page_table", "lengths", "query_start"), table, strict=True))
-        return paged_attention.paged_attention(config=config, q=q, **named, **cache, **options)
+        return paged_attention.paged_attention(config=config, q=q, return_lse=return_lse, **named, **cache, **options)
+
+    if config.flat is not None:
+        return attend(config.flat, q, (page_table, lengths, query_start), return_lse, causal=True, sinks=sinks)
+    prefixes, suffix = levels(page_table, lengths, query_start, group_start, shared, page=page)
 
     table = _stacked(prefixes, config.splits, N, page)
     pieces = len(prefixes) * config.splits
-    rows = q if pieces == 1 else jnp.tile(q, (pieces, 1, 1))
-    o, lse = attend(config.prefix, rows, table, causal=False, sinks=None)
+    if isinstance(config.prefix, paged_prefill.Config):
+        o, lse = attend(config.prefix, q, table, causal=False, sinks=None, copies=pieces)
+    else:
+        rows = q if pieces == 1 else jnp.tile(q, (pieces, 1, 1))
+        o, lse = attend(config.prefix, rows, table, causal=False, sinks=None)
     own_o, own_lse = attend(config.suffix, q, suffix, causal=True, sinks=sinks)
     weight = with_sink(own_lse, sinks)
     if pieces == 1:
@@ -234,10 +272,11 @@ def cascade_attention(
     lse = lse.reshape(pieces, N, -1)
     merged = combine_partials.combine_partials(
         config=config.merge,
-        o=jnp.concatenate([o.reshape(pieces, *q.shape), own_o[None]]),
-        lse=jnp.concatenate([lse, weight[None]]),
+        o=o.reshape(pieces, *q.shape),
+        lse=lse,
         base="e",
         return_corrected=False,
+        last=(own_o, weight),
     )[0]
     return (merged, jax.nn.logsumexp(jnp.concatenate([lse, own_lse[None]]), 0)) if return_lse else merged
 

@@ -47,8 +47,11 @@ def configs(*, o, **_) -> Iterable[Config]:
     return [Config(rows=r) for r in _rows.choices(o.shape[-1], _rows.vector(o.dtype), 2 * _ELEMENTS)]
 
 
-def combine_partials(*, config: Config, o, lse, base, return_corrected):
-    """Launch; arguments as prepared by `jaxattn.ops.combine_partials`."""
+def combine_partials(*, config: Config, o, lse, base, return_corrected, last=None):
+    """Launch; arguments as prepared by `jaxattn.ops.combine_partials`.
+
+    `last` may hold o [B, H, D] and lse [B, H] of one rank more, that of the highest number; not with corrected ranks.
+    """
     N, B, H, D = o.shape
     rows, vec = B * H, _rows.vector(o.dtype)
     if reason := _rows.why_not_rows(config.rows, D, vec):
@@ -60,8 +63,14 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
         out_type.append(jax.ShapeDtypeStruct((N, *lse.shape[1:], 1, D), o.dtype))
     exp, log = (jnp.exp, jnp.log) if base == "e" else (jnp.exp2, jnp.log2)
 
-    def process(tile: _rows.Tile, o_ref, lse_ref, *outs):
-        lses = [tile.load(lse_ref.at[r]) for r in range(N)]
+    inputs = [o.reshape(N, rows, 1, D), lse]
+    if last is not None:
+        inputs += [last[0].reshape(rows, 1, D), _rows.padded(last[1].reshape(rows), D, vec)]
+
+    def process(tile: _rows.Tile, o_ref, lse_ref, *refs):
+        more, outs = (refs[:2], refs[2:]) if last is not None else ((), refs)
+        parts = [(o_ref.at[r], lse_ref.at[r]) for r in range(N)] + ([more] if more else [])
+        lses = [tile.load(ref) for _, ref in parts]
         lses = [jnp.where(jnp.abs(x) < math.inf, x, -math.inf) for x in lses]  # NaN compares false
         top = lses[0]
         for x in lses[1:]:
@@ -76,13 +85,12 @@ def combine_partials(*, config: Config, o, lse, base, return_corrected):
         for r, x in enumerate(lses):
             factor = tile.spread(jnp.where(x == -math.inf, 0.0, exp(x - total)))
             # selected, not multiplied: an empty rank may hold NaN, and a zero factor gives +0
-            part = jnp.where(factor == 0.0, 0.0, tile.load(o_ref.at[r]).astype(jnp.float32) * factor)
+            part = jnp.where(factor == 0.0, 0.0, tile.load(parts[r][0]).astype(jnp.float32) * factor)
             if return_corrected:
                 tile.store(outs[2].at[r], part)
             o = o + part
         tile.store(outs[0], o)
 
-    inputs = [o.reshape(N, rows, 1, D), lse]
     done = _rows.launch(process, inputs, out_type, N=rows, D=D, vec=vec, rows=config.rows, name="combine_partials")
     outputs = done[0].reshape(B, H, D), done[1][:rows].reshape(B, H)
     return (*outputs, done[2][:, :rows].reshape(N, B, H, D)) if return_corrected else outputs

@@ -13,7 +13,6 @@ see in full are masked.
 Products accumulate in float32, P is rounded to the dtype of q, the softmax runs in base 2.
 """
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +26,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
+from pallas_kernels.attention import _tiles as tiles_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "p_tile")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "p_tile")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
 
 # ---------------------------------------------------------------- launch
 def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str) -> tuple[Any, Any]:
-    """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_locate`."""
+    """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_tiles.locate`."""
+    if x.dense:
+        inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
@@ -93,126 +95,7 @@ def _split(n, parts: int):
     return lax.shift_right_logical(n, i32(parts.bit_length() - 1)), n & (parts - 1)
 
 
-# ---------------------------------------------------------------- tiles
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tile:
-    """What the producer finds out about a tile, as scalars on the device.
-
-    `count` tokens (at most block_q) from row `token0` of q on, the first at `position` among the request's `length`
-    keys. Step i takes the block of keys from `start - i * block_kv` on; blocks that start between `plain_low` and
-    `plain_high` need no mask. Keys in [low, high) are those that the request's queries see. `origin` is the row of k
-    that holds the first key (0 if paged).
-    """
-
-    blocks: Any
-    start: Any
-    end: Any
-    plain_low: Any
-    plain_high: Any
-    position: Any
-    length: Any
-    token0: Any
-    count: Any
-    slot: Any
-    chunk: Any
-    low: Any
-    high: Any
-    origin: Any
-    request: Any
-    zero: Any
-    """Zero; what is added to it cannot be moved out of a loop, where it would hold a register."""
-
-
-_FIELDS = [*(field.name for field in dataclasses.fields(_Tile)), "steps"]
-
-
-class _Told:
-    """A tile in shared memory, each field read when it is needed: registers are scarce."""
-
-    def __init__(self, tile, at):
-        self._tile, self._at = tile, at
-
-    def __getattr__(self, field):
-        return self._tile[self._at, _FIELDS.index(field)]
-
-
-def _number(x: Plan, turn, cta):
-    """The tile of a thread block's turn: there and back again, so that long tiles first means equal shares."""
-    there = turn & 1 == 0
-    return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
-
-
-def _locate(x: Plan, r: Any, number) -> _Tile:
-    """Tile `number`; zero blocks if there is none."""
-    block_q, block_kv = x.block_q, x.config.block_kv
-    side_by_side = x.together * x.slots
-    group, inside = lax.div(number, i32(side_by_side)), lax.rem(number, i32(side_by_side))
-    slot, groups = lax.div(inside, i32(x.together)), x.chunks // x.together
-    # groups, and below requests, are walked to and fro: long tiles stand next to long ones, so that shares stay equal
-    slot = jnp.where((groups - group) & 1 == 1, x.slots - 1 - slot, slot)
-    chunk = group * x.together + lax.rem(inside, i32(x.together))
-
-    def start_of(b):
-        return jnp.clip(r.query_start[b], 0, x.N)
-
-    def halve(_, bounds):
-        low, high = bounds
-        middle = lax.div(low + high + 1, i32(2))
-        below = lax.div(start_of(middle), i32(block_q)) + middle <= slot
-        return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
-
-    b, _ = lax.fori_loop(0, x.B.bit_length(), halve, (i32(0), i32(x.B)))
-    request = jnp.minimum(b, x.B - 1)
-    real = b < x.B  # b == B: the padding behind the last request, rows without keys
-    start = start_of(b)
-    end = jnp.where(real, start_of(request + 1), x.N)
-    first, last = lax.div(start, i32(block_q)) + b, lax.div(end, i32(block_q)) + b
-    slot = jnp.where(b & 1 == 1, first + last - slot, slot)
-    if x.page is None:
-        origin = jnp.clip(r.key_start[request], 0, x.S)
-        keys = jnp.clip(r.key_start[request + 1], 0, x.S) - origin
-    else:
-        origin, keys = i32(0), jnp.clip(r.lengths[request], 0, x.S)
-    length = jnp.where(real, jnp.maximum(keys, 0), 0)
-    skipped = (slot - first) * block_q
-    count = jnp.minimum(end - start - skipped, block_q)
-    exists = (count > 0) & (number < x.slots * x.chunks)
-    position = length - (end - start) + skipped
-    # keys that some row of the tile sees, that every row sees, and that some row of the request sees
-    final, low, full_low, high, full_high = position + count - 1, i32(0), i32(0), length, length
-    lowest, highest = i32(0), length
-    if x.window is not None:
-        low = jnp.clip(position - (x.window - 1), 0, length)
-        full_low = jnp.maximum(final - (x.window - 1), 0)
-        lowest = jnp.maximum(length - (end - start) - (x.window - 1), 0)
-    if x.causal:
-        high, full_high = jnp.minimum(final + 1, length), jnp.minimum(position + 1, length)
-    elif x.window is not None:
-        high, full_high = jnp.minimum(final + x.window, length), jnp.minimum(position + x.window, length)
-        highest = jnp.minimum(length - 1 + x.window, length)
-    align = i32(1 if x.page is None else min(x.page, block_kv))
-    key0 = lax.div(low, align) * align
-    blocks = jnp.maximum(lax.div(high - key0 + (block_kv - 1), i32(block_kv)), 1)
-    return _Tile(
-        blocks=jnp.where(exists, blocks, 0),
-        start=key0 + (blocks - 1) * block_kv,
-        end=key0,
-        plain_low=full_low,
-        plain_high=full_high - block_kv,
-        position=position,
-        length=length,
-        token0=start + skipped,
-        count=count,
-        slot=slot,
-        chunk=chunk,
-        low=lowest,
-        high=highest,
-        origin=origin,
-        request=request,
-        zero=i32(0),
-    )
-
-
+# ---------------------------------------------------------------- device code
 def _block(x: Plan, r: Any) -> None:
     """One thread block: a producer and its consumers, each over the same tiles."""
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
@@ -225,7 +108,7 @@ def _block(x: Plan, r: Any) -> None:
         plgpu.set_max_registers(producing, action="decrease")
         tiles, steps = lax.fori_loop(0, turns, functools.partial(_produce, x, r, cta), (i32(0), i32(0)))
         at = tiles & (TOLD - 1)
-        r.tile[at, _FIELDS.index("blocks")] = i32(0)
+        r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
         if x.interpreted:
             _drain(x, r, tiles, steps)
@@ -249,16 +132,16 @@ def _produce(x: Plan, r: Any, cta, turn, counts):
     What is told stays valid while `TOLD - 1` more tiles are found: q's memory is free for the next tile only when all
     consumers are done with the one `q_stages` before.
     """
-    found = _locate(x, r, _number(x, turn, cta))
+    found = tiles_of.locate(x, r, tiles_of.number_of(x, turn, cta))
 
     def tell(counts):
         tiles, steps = counts
         at = tiles & (TOLD - 1)
-        for i, field in enumerate(_FIELDS[:-1]):
+        for i, field in enumerate(tiles_of.FIELDS[:-1]):
             r.tile[at, i] = getattr(found, field)
-        r.tile[at, len(_FIELDS) - 1] = steps
+        r.tile[at, len(tiles_of.FIELDS) - 1] = steps
         plgpu.barrier_arrive(r.told.at[at])
-        t: Any = _Told(r.tile, at)
+        t: Any = tiles_of.Told(r.tile, at)
         _fetch(x, r, t, tiles)
         return tiles + 1, t.steps + t.blocks
 
@@ -414,7 +297,8 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
         row = pl.multiple_of(part * x.piece_q, x.piece_q)
         token = consumer * ROWS + row
         head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
-        tokens = pl.ds(t.token0 + lax.rem(token, i32(x.block_q)), x.piece_q)
+        first_row = lax.rem(t.token0, i32(x.q_rows)) if x.q_rows < x.N else t.token0
+        tokens = pl.ds(first_row + lax.rem(token, i32(x.block_q)), x.piece_q)
         plgpu.copy_gmem_to_smem(
             r.q.at[tokens, head, pl.ds(piece * PIECE, PIECE)],
             r.q_rows.at[first + consumer, piece, pl.ds(row, x.piece_q)],
@@ -426,7 +310,7 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
 def _consume(x: Plan, r: Any, warpgroup, at):
     """Hear of a tile, compute and store its rows; returns where to hear of the next, -1 if this was the end."""
     plgpu.barrier_wait(r.told.at[at])
-    t: Any = _Told(r.tile, at)
+    t: Any = tiles_of.Told(r.tile, at)
 
     def tile():
         _attend(x, r, t, warpgroup, _stage(x, at) * x.config.consumers)
@@ -440,6 +324,9 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
     _, first = _split(t.steps, c.num_stages)
     sharp = (x.scale if x.softcap is None else x.softcap) * LOG2E
+    # ptxas moves the wait for P V up to the scores; it stays behind the softmax if a loop stands before it, that of a
+    # wait for the values which the next step needs (with one stage they come only when P V is done)
+    ahead = c.num_stages > 1 and x.overlap
 
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
@@ -460,7 +347,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plain = (start >= t.plain_low) & (start <= t.plain_high)
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
-        p = jnp.exp2(s * sharp - _across(m_new, s))
+        p = jnp.exp2(s * sharp - softmax.across(m_new, s))
         return m_new, total * jnp.exp2(m - m_new) + jnp.sum(p, axis=1), p.astype(x.dtype)
 
     def scores(at):
@@ -478,16 +365,21 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_arrive(r.k_free.at[at])
         return s
 
+    def values_there(at, *, early):
+        if early == ahead:
+            plgpu.barrier_wait(r.v_bar.at[at])
+
     def step(state):
         m, total, o, p, before, start = state
         at, start = after(before), start - c.block_kv
         if x.interpreted or not x.overlap:
-            plgpu.barrier_wait(r.v_bar.at[before])
+            values_there(before, early=False)
             o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
             m_new, total, p = weights(scores(at), m, total, start)
+            values_there(at, early=True)
         else:
             plgpu.barrier_wait(r.k_bar.at[at])
-            plgpu.barrier_wait(r.v_bar.at[before])
+            values_there(before, early=False)
             wait_turn()
             s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
             pass_turn()
@@ -495,28 +387,25 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             s = lax.optimization_barrier(s)
             plgpu.barrier_arrive(r.k_free.at[at])
             m_new, total, p = weights(s, m, total, start)
+            values_there(at, early=True)
             plgpu.wgmma_wait(0)
             o = lax.optimization_barrier(o)
         plgpu.barrier_arrive(r.v_free.at[before])
-        return m_new, total, o * _across(jnp.exp2(m - m_new), o), p, at, start
+        return m_new, total, o * softmax.across(jnp.exp2(m - m_new), o), p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, total, (o,) = softmax.start(ROWS, (x.Dv,))
     start = t.start
     m, total, p = weights(scores(first), m, total, start)
+    values_there(first, early=True)
     # a loop over `start`, whose end is read from shared memory: every register counts
     m, total, o, p, last, _ = lax.while_loop(lambda state: state[5] > t.end, step, (m, total, o, p, first, start))
     if not c.share_o:
         plgpu.barrier_arrive(r.q_free.at[_stage(x, t._at)])
-    plgpu.barrier_wait(r.v_bar.at[last])
+    values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
     _finish(x, r, t, warpgroup, (m, total, (o,)))
-
-
-def _across(row, like):
-    """A value per row, repeated over the columns of `like`."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(row, like.shape, [0]), ACC)
 
 
 def _visible(x: Plan, t: Any, warpgroup, start):

@@ -89,6 +89,8 @@ class Plan:
     """Slots of a page, None if keys are packed."""
     pool: int = 0
     """Pages of the pool."""
+    q_rows: int
+    """Rows of q: those of the output start over after as many."""
     interpreted: bool
     num_sms: int
 
@@ -110,6 +112,11 @@ class Plan:
     def slots(self) -> int:
         """Tile i of request b takes slot query_start[b] // block_q + b + i: enough for any split of N tokens."""
         return self.N // self.block_q + self.B + 1
+
+    @property
+    def dense(self) -> bool:
+        """Tiles are counted before the launch: else many slots may stay empty, and the others be shared unequally."""
+        return self.page is not None and self.B > 1 and 16 * self.block_q * self.B > self.N
 
     @property
     def together(self) -> int:

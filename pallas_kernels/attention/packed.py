@@ -28,6 +28,7 @@ def _make(config: Config, *, q, k, v, query_start, scale, causal, window, softca
         window=None if window is None else min(window, _plan.FAR),
         softcap=softcap,
         config=config,
+        q_rows=q.shape[0] if packed else q.shape[0] * q.shape[1],
         interpreted=_mosaic.interpreting(),
         num_sms=_mosaic.num_sms(),
     )

@@ -24,10 +24,10 @@ class Config(common.Config, _plan.Config):
     """As that of packed attention."""
 
 
-def _make(config: Config, *, q, k_pages, page_table, scale, causal, window, softcap, **_) -> Plan:
-    (N, H, D), (pool, page, K, _), (B, pages) = q.shape, k_pages.shape, page_table.shape
+def _make(config: Config, *, q, k_pages, page_table, scale, causal, window, softcap, copies=1, **_) -> Plan:
+    (rows, H, D), (pool, page, K, _), (B, pages) = q.shape, k_pages.shape, page_table.shape
     return Plan(
-        N=N,
+        N=rows * copies,
         H=H,
         K=K,
         D=D,
@@ -42,6 +42,7 @@ def _make(config: Config, *, q, k_pages, page_table, scale, causal, window, soft
         config=config,
         page=page,
         pool=pool,
+        q_rows=rows,
         interpreted=_mosaic.interpreting(),
         num_sms=_mosaic.num_sms(),
     )
@@ -79,6 +80,9 @@ def configs(**args) -> Iterator[Config]:
 
 def paged_attention(*, config: Config, return_lse: bool, **args):
     """Run the kernel on prepared arguments of `jaxattn.paged_attention`, all by name.
+
+    One more, `copies`, stands for so many q's one behind the other, of which only one is there; no request may lie in
+    two of them.
 
     Returns:
         o [N, H, D] in q's dtype, and with `return_lse` the natural-log lse [N, H] in float32.

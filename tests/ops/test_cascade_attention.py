@@ -8,8 +8,11 @@ import pytest
 from jaxattn import cascade_attention, paged_attention, prefix_length, prefix_tree, registry, worthwhile
 from jaxattn.ops import _cascade_cases as cases
 from jaxattn.ops.cascade_attention import MECHANISM, check_groups, prepare
+from pallas_kernels import _mosaic
 from pallas_kernels import cascade_attention as mosaic
-from parity import execution, tolerances
+from pallas_kernels.paged_attention import prefill
+from parity import cases as parity_cases
+from parity import execution, tolerances, triangle
 
 SMOKE = [c for c in MECHANISM.cases if "smoke" in c.tags]
 FLAT = registry.find("paged_attention")
@@ -294,3 +297,32 @@ def test_every_number_of_segments_gives_the_same(splits, rng, interpret):
     truth = execution.reference(MECHANISM, args, wide=True)["o"]
     same = execution.reference(MECHANISM, args)["o"]
     assert np.abs(got - truth).max() <= 2 * np.abs(same - truth).max() + np.finfo(np.float32).eps * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("way", ["one", "four", "flat"])
+def test_the_kernel_of_prompts_gives_the_same(way, rng, interpret, monkeypatch):
+    """Several tiles of each thread block, counted ahead; a request that shares nothing, one group without a request."""
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 3)
+    tree = ((0, 3, 128), (3, 3, 128))
+    args = cases.make_inputs(rng, (40, 1, 20, 70), (200, 140, 150, 90), tree=(tree,), H=4, K=2, sinks=True)
+    args |= {"return_lse": True}
+    prepared = prepare(**args)
+    found = [c for c in mosaic.configs(**prepared) if isinstance(c.prefix, prefill.Config)]
+    config = next(
+        c for c in found if (c.splits, c.flat is not None) == ({"one": 1, "four": 4, "flat": 1}[way], way == "flat")
+    )
+    got = dict(zip(("o", "lse"), cascade_attention(**args, implementation="mosaic", config=config), strict=True))
+    truth, same = (execution.reference(MECHANISM, args, wide=wide) for wide in (True, False))
+    for name, spec in parity_cases.find(MECHANISM.name).outputs.items():
+        sides = {"reference": same[name], "kernel": np.asarray(got[name])}
+        verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
+        assert verdict.passed, f"{name}: {verdict.reason}"
+
+
+def test_long_prompts_run_flat():
+    """By shapes alone: from 128 query rows a request on."""
+    args = prepared("bfloat16, D 128, one prefix")
+    B = args["page_table"].shape[0]
+    for rows, flat in ((127 * B, False), (128 * B, True)):
+        q = jax.ShapeDtypeStruct((rows, *args["q"].shape[1:]), jnp.bfloat16)
+        assert (mosaic.default_config(**args | {"q": q}).flat is not None) == flat

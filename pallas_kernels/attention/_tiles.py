@@ -1,0 +1,146 @@
+"""The tiles of prefill attention: their order, and what the producer finds out about each."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention._plan import Plan
+
+i32 = jnp.int32
+
+
+def first_tiles(x: Plan, query_start):
+    """Tiles before each request, the padding counted as request B, and of all: int32 [B+2]."""
+    start = jnp.concatenate([jnp.clip(query_start, 0, x.N), jnp.full(1, x.N, i32)])
+    count = -(-jnp.maximum(jnp.diff(start), 0) // x.block_q)
+    if x.B > 256:
+        return jnp.pad(jnp.cumsum(count, dtype=i32), (1, 0))
+    before = jnp.arange(x.B + 1) < jnp.arange(x.B + 2)[:, None]  # one small kernel
+    return jnp.where(before, count, 0).sum(1, dtype=i32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What the producer finds out about a tile, as scalars on the device.
+
+    `count` tokens (at most block_q) from row `token0` of q on, the first at `position` among the request's `length`
+    keys. Step i takes the block of keys from `start - i * block_kv` on; blocks that start between `plain_low` and
+    `plain_high` need no mask. Keys in [low, high) are those that the request's queries see. `origin` is the row of k
+    that holds the first key (0 if paged).
+    """
+
+    blocks: Any
+    start: Any
+    end: Any
+    plain_low: Any
+    plain_high: Any
+    position: Any
+    length: Any
+    token0: Any
+    count: Any
+    slot: Any
+    chunk: Any
+    low: Any
+    high: Any
+    origin: Any
+    request: Any
+    zero: Any
+    """Zero; what is added to it cannot be moved out of a loop, where it would hold a register."""
+
+
+FIELDS = [*(field.name for field in dataclasses.fields(Tile)), "steps"]
+
+
+class Told:
+    """A tile in shared memory, each field read when it is needed: registers are scarce."""
+
+    def __init__(self, tile, at):
+        self._tile, self._at = tile, at
+
+    def __getattr__(self, field):
+        return self._tile[self._at, FIELDS.index(field)]
+
+
+def number_of(x: Plan, turn, cta):
+    """The tile of a thread block's turn: there and back again, so that long tiles first means equal shares."""
+    there = turn & 1 == 0
+    return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
+
+
+def locate(x: Plan, r: Any, number) -> Tile:
+    """Tile `number`; zero blocks if there is none."""
+    block_q, block_kv = x.block_q, x.config.block_kv
+    slots = jnp.maximum(r.first_tile[x.B + 1], 1) if x.dense else x.slots
+    side_by_side = x.together * slots
+    group, inside = lax.div(number, jnp.asarray(side_by_side, i32)), lax.rem(number, jnp.asarray(side_by_side, i32))
+    slot, groups = lax.div(inside, i32(x.together)), x.chunks // x.together
+    # groups, and below requests, are walked to and fro: long tiles stand next to long ones, so that shares stay equal
+    slot = jnp.where((groups - group) & 1 == 1, slots - 1 - slot, slot)
+    chunk = group * x.together + lax.rem(inside, i32(x.together))
+
+    def start_of(b):
+        return jnp.clip(r.query_start[b], 0, x.N)
+
+    def first_of(b):
+        """The first of a request's slots."""
+        return r.first_tile[b] if x.dense else lax.div(start_of(b), i32(block_q)) + b
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = lax.div(low + high + 1, i32(2))
+        below = first_of(middle) <= slot
+        return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
+
+    b, _ = lax.fori_loop(0, x.B.bit_length(), halve, (i32(0), i32(x.B)))
+    request = jnp.minimum(b, x.B - 1)
+    real = b < x.B  # b == B: the padding behind the last request, rows without keys
+    start = start_of(b)
+    end = jnp.where(real, start_of(request + 1), x.N)
+    first = first_of(b)
+    last = r.first_tile[b + 1] - 1 if x.dense else lax.div(end, i32(block_q)) + b
+    slot = jnp.where(b & 1 == 1, first + last - slot, slot)
+    if x.page is None:
+        origin = jnp.clip(r.key_start[request], 0, x.S)
+        keys = jnp.clip(r.key_start[request + 1], 0, x.S) - origin
+    else:
+        origin, keys = i32(0), jnp.clip(r.lengths[request], 0, x.S)
+    length = jnp.where(real, jnp.maximum(keys, 0), 0)
+    skipped = (slot - first) * block_q
+    count = jnp.minimum(end - start - skipped, block_q)
+    exists = (count > 0) & (number < slots * x.chunks)
+    position = length - (end - start) + skipped
+    # keys that some row of the tile sees, that every row sees, and that some row of the request sees
+    final, low, full_low, high, full_high = position + count - 1, i32(0), i32(0), length, length
+    lowest, highest = i32(0), length
+    if x.window is not None:
+        low = jnp.clip(position - (x.window - 1), 0, length)
+        full_low = jnp.maximum(final - (x.window - 1), 0)
+        lowest = jnp.maximum(length - (end - start) - (x.window - 1), 0)
+    if x.causal:
+        high, full_high = jnp.minimum(final + 1, length), jnp.minimum(position + 1, length)
+    elif x.window is not None:
+        high, full_high = jnp.minimum(final + x.window, length), jnp.minimum(position + x.window, length)
+        highest = jnp.minimum(length - 1 + x.window, length)
+    align = i32(1 if x.page is None else min(x.page, block_kv))
+    key0 = lax.div(low, align) * align
+    blocks = jnp.maximum(lax.div(high - key0 + (block_kv - 1), i32(block_kv)), 1)
+    return Tile(
+        blocks=jnp.where(exists, blocks, 0),
+        start=key0 + (blocks - 1) * block_kv,
+        end=key0,
+        plain_low=full_low,
+        plain_high=full_high - block_kv,
+        position=position,
+        length=length,
+        token0=start + skipped,
+        count=count,
+        slot=slot - first + lax.div(start, i32(block_q)) + b if x.dense else slot,
+        chunk=chunk,
+        low=lowest,
+        high=highest,
+        origin=origin,
+        request=request,
+        zero=i32(0),
+    )
