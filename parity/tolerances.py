@@ -98,6 +98,9 @@ the float64 truth rounds to it; any differing bit is a difference in meaning.
     margin="none",
 )
 
+SPECIAL = 2.0**-22.5
+"""Largest relative error of the special function unit's ex2 and lg2; absolute where lg2 is between -1 and 1."""
+
 LSE = Rule(
     name="lse",
     two_sided=True,
