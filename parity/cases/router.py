@@ -41,7 +41,7 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
 
 
 def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
-    """Weights times the inverse of a sum; `sqrtsoftplus` by intrinsics; a score that a bias was added to and taken from.
+    """Weights times the inverse of a sum; `sqrtsoftplus` by intrinsics; a bias added to a score and subtracted again.
 
     What vLLM computes with a bias is repeated to the bit but for four of 20 weights, softmax of equal logits entirely.
     """
@@ -57,9 +57,7 @@ def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
         notes.append("scores are what is left of score + bias when the bias is subtracted")
     file = "topk_softplus_sqrt_kernels.cu" if softplus else "topk_softmax_kernels.cu"
     note = f"{'; '.join(notes)}: https://github.com/vllm-project/vllm/blob/main/csrc/libtorch_stable/moe/{file}"
-    return Explained(
-        note=note, rounded={"weights": twin.run(host, False, on)["weights"]}, wide=twin.run(host, True)
-    )
+    return Explained(note=note, rounded={"weights": twin.run(host, False, on)["weights"]}, wide=twin.run(host, True))
 
 
 ADAPTER = Adapter(
