@@ -44,7 +44,7 @@ def per_head_int8(x: Float[Array, "... D"]) -> tuple[Int8[Array, "... D"], Float
     """Codes and scale `max(amax * (1 / 127), 1e-6)`; `x * (1 / scale)` is rounded half away from zero."""
     x = x.astype(wide(x))
     scale = _scale(jnp.abs(x).max(-1), INT8_MAX)
-    return jnp.clip(_half_away(x * _inverse(scale)), -128, 127).astype(jnp.int8), scale
+    return jnp.clip(_half_away(_product(x, _inverse(scale))), -128, 127).astype(jnp.int8), scale
 
 
 def per_head_int4(x: Float[Array, "... D"]) -> tuple[UInt8[Array, "... D/2"], Float[Array, "..."]]:
@@ -58,7 +58,7 @@ def per_head_int4(x: Float[Array, "... D"]) -> tuple[UInt8[Array, "... D/2"], Fl
     low, high = x.min(-1), x.max(-1)
     scale = _scale(high - low, INT4_MAX)
     inverse = _inverse(scale)
-    zero = jnp.clip(_half_away(-low * inverse[..., 0]), 0, INT4_MAX)
+    zero = jnp.clip(_half_away(_product(-low, inverse[..., 0])), 0, INT4_MAX)
     code = jnp.clip(_half_away(_product(x, inverse) + zero[..., None]), 0, INT4_MAX).astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32)
     packed = jax.lax.bitcast_convert_type((bits & -16) | zero.astype(jnp.int32), jnp.float32)
@@ -111,7 +111,8 @@ def rotate_for_int4(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     y = product(y.reshape(*x.shape[:-1], k, 16), 0.25)
     root = float(ml_dtypes.bfloat16(k**-0.5))
     y = jnp.swapaxes(product(jnp.swapaxes(y, -1, -2), root), -1, -2).reshape(x.shape)
-    return (y * np.float32(D**0.5)).astype(x.dtype)
+    # kept apart from what follows, or a GPU leaves this rounding out and joins the factor with the scale's
+    return jax.lax.optimization_barrier((y * np.float32(D**0.5)).astype(x.dtype))
 
 
 def hadamard(x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -1,9 +1,9 @@
-"""Division and conversion that round to nearest even whatever the compiler makes of them.
+"""Division, roots and conversion that round to nearest even whatever the compiler makes of them.
 
 XLA turns division by a constant or a broadcast number into a product with its reciprocal, and on GPUs `/` compiles to
-`div.full`; both are off by up to two units in the last place. That is enough to move a number across the border between
-two codes, or to change the bits of a scale. And XLA for GPUs leaves the rounding out where a value only passes through
-a narrower type ("excess precision").
+`div.full` and a square root to `sqrt.approx`; they are off by up to two units in the last place. That is enough to move
+a number across the border between two codes, or to change the bits of a scale. And XLA for GPUs leaves the rounding out
+where a value only passes through a narrower type ("excess precision").
 """
 
 import jax
@@ -30,13 +30,40 @@ def divide(x: jax.Array, y: jax.Array | float) -> jax.Array:
     q = x / y
     if x.dtype != jnp.float32:
         return q
-    product = lax.optimization_barrier(q * y)  # else a GPU computes x - q y in one step, without the rounding
-    q_high, y_high = _high(q), _high(y)
-    q_low, y_low = q - q_high, y - y_high
-    lost = ((q_high * y_high - product) + q_high * y_low + q_low * y_high) + q_low * y_low
-    better = q + ((x - product) - lost) / y
-    safe = [(jnp.abs(v) > _SMALL) & (jnp.abs(v) < _LARGE) for v in (x, y, q)]
-    return jnp.where(safe[0] & safe[1] & safe[2], better, q)
+    better = q + _remainder(x, q, y) / y
+    return jnp.where(_moderate(x) & _moderate(y) & _moderate(q), better, q)
+
+
+def root(x: jax.Array) -> jax.Array:
+    """`sqrt(x)` for float32, correctly rounded where x lies between 2^-60 and 2^60, else plain; plain for float64.
+
+    A Newton step on an approximate root leaves a neighbour of the right number at worst. Its remainder is known without
+    error and, in units of the last place squared, a whole number: it says on which side of the border to the next
+    number, half a unit away, the root lies (Tuckerman's test).
+    """
+    s = jnp.sqrt(x)
+    if x.dtype != jnp.float32:
+        return s
+    near = s + _remainder(x, s, s) / (s + s)
+    bits = lax.bitcast_convert_type(near, jnp.int32)
+    above, below = (lax.bitcast_convert_type(bits + step, jnp.float32) for step in (1, -1))
+    rest = _remainder(x, near, near)
+    better = jnp.where(rest > near * (above - near), above, near)
+    better = jnp.where(rest <= near * (below - near), below, better)
+    return jnp.where(_moderate(x) & (x > 0), better, s)
+
+
+def _remainder(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`x - a b`, rounded once, for a product close to x."""
+    product = lax.optimization_barrier(a * b)  # else a GPU computes x - a b in one step, without the rounding
+    a_high, b_high = _high(a), _high(b)
+    a_low, b_low = a - a_high, b - b_high
+    lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return (x - product) - lost
+
+
+def _moderate(x: jax.Array) -> jax.Array:
+    return (jnp.abs(x) > _SMALL) & (jnp.abs(x) < _LARGE)
 
 
 def _high(x: jax.Array) -> jax.Array:

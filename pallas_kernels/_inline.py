@@ -32,7 +32,7 @@ arith: Any = fragments.arith
 memref: Any = fragments.memref
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
-_NAMES = {"float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "int8": "s8"}
+_NAMES = {"float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "int8": "s8", "bfloat16": "bf16"}
 _M = 64
 
 
@@ -55,11 +55,11 @@ def release_reads() -> None:
 
 
 def start(a: Any, b: Any, sums: jax.Array | None = None, over: jax.Array | None = None) -> jax.Array:
-    """Start `sums + a @ b.T` of 8-bit operands in shared memory; only `start` may use the result before `settle`.
+    """Start `sums + a @ b.T` of operands in shared memory; only `start` may use the result before `settle`.
 
     Args:
-        a: [64, 128] codes, memory as `span` says; bytes are codes of float8_e4m3fn.
-        b: [n, 128], likewise.
+        a: [64, 128] codes, memory as `span` says; bytes are codes of float8_e4m3fn. Or [64, 64] of bfloat16.
+        b: [n, 128] or [n, 64], likewise.
         sums: float32 or int32 (INT8) [64, n], settled or not; None = 0 without setting registers to zero.
         over: with `sums` None, a settled array that is used up by now: the new one takes its registers. Else ptxas
             starts products early, in more registers than there are.
@@ -102,6 +102,41 @@ def settle(sums: jax.Array, pending: int) -> jax.Array:
     out = plgpu.ShapeDtypeStruct(sums.shape, kind, layout=WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=out)
     return inline(emit)(sums)
+
+
+def load_span(ref: Any, layout: Any) -> jax.Array:
+    """16-bit numbers [rows, 64] in memory as `span` says, in a tiled layout: Mosaic loads them from its tiles only."""
+    if _mosaic.interpreting():
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def emit(context, ref):
+        del context
+        how: Any = {"swizzle": 128, "layout": layout.to_mgpu(), "optimized": False}
+        return mgpu.FragmentedArray.load_tiled(_tiled(ref), **how)
+
+    out = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span()),), return_type=out)
+    return inline(emit)(ref)
+
+
+def store_span(ref: Any, value: jax.Array, layout: Any) -> None:
+    """The reverse of `load_span`."""
+    if _mosaic.interpreting():
+        ref[...] = value
+        return
+
+    def emit(context, ref, value):
+        del context
+        value.store_tiled(_tiled(ref), swizzle=128, optimized=False)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span()), layout))
+    inline(emit)(ref, value)
+
+
+def _tiled(ref):
+    """[rows, one swizzle span] as tiles of 8 rows."""
+    ref = utils.memref_unfold(utils.memref_unfold(ref, 0, (None, 8)), 2, (1, None))
+    return utils.memref_transpose(ref, (0, 2, 1, 3))
 
 
 def add_scaled(sums: jax.Array, scale: jax.Array, part: jax.Array) -> jax.Array:
@@ -268,8 +303,8 @@ def descriptor(x: Any, n: int | None, span_values: int = 128) -> tuple[Any, int]
 
     `n` is the width of the product for the second operand, None for the first.
     """
-    x = utils.memref_unfold(utils.memref_unfold(x, 0, (None, 8)), 2, (1, None))
-    x = utils.memref_transpose(x, (0, 2, 1, 3) if n is None else (2, 0, 3, 1))
+    x = _tiled(x)
+    x = x if n is None else utils.memref_transpose(x, (1, 0, 3, 2))
     (base, step), _, _ = mma_utils.create_descriptor(
         x,
         swizzle=128,
@@ -282,9 +317,9 @@ def descriptor(x: Any, n: int | None, span_values: int = 128) -> tuple[Any, int]
 
 def _issue(a, b, n: int, a_name: str, b_name: str, sums: list, fresh: bool) -> list:
     """Start `sums + a @ b.T`, or with `fresh` `a @ b.T`: then the first instruction overwrites (scale-d = 0)."""
-    integer = a_name == "s8"
-    total, ending = ("s32", "") if integer else ("f32", ", 1, 1")
-    (a_base, a_step), (b_base, b_step) = descriptor(a, None), descriptor(b, n)
+    integer, depth = a_name == "s8", 16 if a_name == "bf16" else 32
+    total, ending = ("s32", "") if integer else ("f32", ", 1, 1, 0, 0" if depth == 16 else ", 1, 1")
+    (a_base, a_step), (b_base, b_step) = descriptor(a, None, 4 * depth), descriptor(b, n, 4 * depth)
     count = n // 2
     acc = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     first = count + len(sums)
@@ -292,7 +327,7 @@ def _issue(a, b, n: int, a_name: str, b_name: str, sums: list, fresh: bool) -> l
     lines += [f"setp.{'ne' if fresh else 'eq'}.b32 p, 0, 0;"]
     for k in range(4):
         lines += [f"add.s64 da, ${first}, {a_step * k};", f"add.s64 db, ${first + 1}, {b_step * k};"]
-        lines += [f"wgmma.mma_async.sync.aligned.m64n{n}k32.{total}.{a_name}.{b_name} {acc}, da, db, p{ending};"]
+        lines += [f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{total}.{a_name}.{b_name} {acc}, da, db, p{ending};"]
         lines += ["setp.eq.b32 p, 0, 0;"] if fresh and k == 0 else []
     lines += ["wgmma.commit_group.sync.aligned;"]
     return assembly(lines, sums, count, [(a_base, "l"), (b_base, "l")], jnp.int32 if integer else jnp.float32)

@@ -166,6 +166,36 @@ def barrier() -> None:
     gpu_utils.warpgroup_barrier()
 
 
+def scatter(
+    source: Memory, target: Memory, slots: Memory, start: Word, first: Word, *, rows: int, size: int, pitch: int
+) -> None:
+    """Copy rows of shared memory to the slots of a cache in global memory, by all threads of the warpgroup.
+
+    Unlike TMA, whose copies start at multiples of 128 bytes in shared memory, this takes rows of any even size.
+
+    Args:
+        source: rows, aligned to 16 bytes; row i starts `i * pitch` bytes from its start. Everyone must have written.
+        target: the cache, aligned to 16 bytes, `size` bytes a slot.
+        slots: int32; row i belongs into slot number `slots[start + i]`, and nowhere if that is negative.
+        start: see `slots`.
+        first: rows with `start + i` below it are left out.
+        rows: how many.
+        size: bytes of a row.
+        pitch: bytes from row to row in shared memory.
+    """
+    width = next(n for n in (16, 4, 2) if size % n == pitch % n == 0)
+    index, pieces = Thread().index, size // width
+    for i in range(-(-rows * pieces // 128)):
+        number = index + i * 128
+        row = asm(f"div.u32 $0, $1, {pieces};", number)
+        inside = less(row, rows)
+        row = select(inside, row, 0)
+        offset = asm(f"rem.u32 $0, $1, {pieces};", number) * width
+        slot = slots.wide(start + row, 4).load(0, 4)
+        named = both(less(-1, slot), less(first, start + row + 1))
+        source.at(row * pitch + offset).copy(target.wide(slot, size).at(offset), width, both(inside, named))
+
+
 def shuffle(x: Word, distance: int) -> Word:
     """The word of the lane whose number differs in that bit."""
     return Word(gpu_utils.shfl_bfly(x.value, distance))

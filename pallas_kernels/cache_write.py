@@ -5,7 +5,8 @@ slots, so that one 64-bit product gives the address. Nothing else of the cache i
 references, and a caller that donates them pays for no copy.
 
 Where each head has a scale, heads are rows in registers. If one token's heads are fewer than the rows of the smallest
-tile, several tokens share a tile, whose codes reach their slots through shared memory.
+tile, several tokens share a tile, whose codes and scales reach their slots through shared memory, copied by the
+threads: a token's codes start anywhere there, TMA's copies at multiples of 128 bytes.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _rows
+from pallas_kernels import _mosaic, _rows, _words
+from pallas_kernels._words import Memory
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _FP8_MAX, _INT8_MAX, _INT4_MAX = 448.0, 127.0, 15.0
@@ -62,10 +64,6 @@ def why_not(*, key, value, k_pages, mode, **_) -> str | None:
             return f"rotated {name} heads must hold at least {_FIRST} numbers, got {D}"
     if not mode.endswith("token_head") or not _together(key, value, mode):
         return None
-    for name, x in (("key", key), ("value", value)):
-        slot = x.shape[1] * x.shape[2] // (2 if mode == "int4_token_head" else 1)
-        if slot % 16:
-            return f"a slot of {name} codes must be a multiple of 16 bytes, got {slot} with K={x.shape[1]}"
     if (size := _tile(key, value)) > _MOST:
         shapes = f"K={key.shape[1]} heads of {key.shape[2]} and {value.shape[2]}"
         return f"a tile of whole tokens would hold {size} numbers, more than {_MOST}, with {shapes}"
@@ -203,19 +201,31 @@ def _launch_groups(config: Config, caches, new, slots, signs) -> tuple[jax.Array
             layout = _rows.layout(ref.shape[1], _rows.vector(ref.dtype))
             x = plgpu.load(ref.at[pl.ds(start * K, rows)], layout=layout, optimized=False)
             codes[...], scales[...] = _encode(x, codes.dtype, layout, *signs_refs[n : n + 1])
-        plgpu.commit_smem()
-        for t in range(tokens):
-            slot = slots_ref[start + t]
+        if _mosaic.interpreting():
+            for t in range(tokens):
+                slot = slots_ref[start + t]
 
-            @pl.when((start + t >= block * tokens) & (slot >= 0))
-            def _(t=t, slot=slot):
-                for side in sides:
-                    codes, scales, page, scale_page = side[1:]
-                    plgpu.copy_smem_to_gmem(codes.at[pl.ds(t * K, K)], page.at[slot])
-                    for h in range(K):
-                        scale_page[slot, h] = scales[t * K + h]
+                @pl.when((start + t >= block * tokens) & (slot >= 0))
+                def _(t=t, slot=slot):
+                    for _, codes, scales, page, scale_page in sides:
+                        page[slot] = codes[pl.ds(t * K, K)]
+                        for h in range(K):
+                            scale_page[slot, h] = scales[t * K + h]
 
-        plgpu.wait_smem_to_gmem(0)
+            return
+
+        def copy(context, slots_ref, start, first, *refs):
+            del context
+            _words.barrier()
+            slots, *places = Memory(slots_ref), _words.scalar(start), _words.scalar(first)
+            for source, target in zip(refs[::2], refs[1::2], strict=True):
+                size = K * source.type.shape[-1] if len(source.type.shape) == 2 else 4 * K
+                _words.scatter(Memory(source), Memory(target), slots, *places, rows=tokens, size=size, pitch=size)
+
+        ref, splat = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+        pairs = [ref for side in sides for ref in (side[1], side[3], side[2], side[4])]
+        inline: Any = plgpu.inline_mgpu(arg_types=(ref, splat, splat, *[ref] * len(pairs)))
+        inline(copy)(slots_ref, start, block * tokens, *pairs)
 
     body.__name__ = "cache_write"
     scratch = {
@@ -249,7 +259,7 @@ def _write_heads(new, page, scale_page, *signs) -> None:
         amax = lax.broadcast(jnp.max(jnp.abs(x)), (D,))
         scale, inverse = _scale(amax, limit, layout)
         scale_page[h] = jnp.max(scale)
-        page[h] = quantize(x * inverse)
+        page[h] = quantize(_product(x, inverse, layout))
 
 
 def _encode(x: jax.Array, stored: Any, layout: Any, *signs) -> tuple[jax.Array, jax.Array]:
@@ -259,7 +269,7 @@ def _encode(x: jax.Array, stored: Any, layout: Any, *signs) -> tuple[jax.Array, 
     quantize, limit = (_int8, _INT8_MAX) if stored == jnp.int8 else (_fp8, _FP8_MAX)
     x = x.astype(jnp.float32)
     scale, inverse = _scale(jnp.max(jnp.abs(x), axis=1), limit, layout.reduce(1))
-    return quantize(x * lax.broadcast_in_dim(inverse, x.shape, [0])), scale
+    return quantize(_product(x, lax.broadcast_in_dim(inverse, x.shape, [0]), layout)), scale
 
 
 def _int4(x: jax.Array, layout: Any, signs) -> tuple[jax.Array, jax.Array]:
@@ -269,9 +279,6 @@ def _int4(x: jax.Array, layout: Any, signs) -> tuple[jax.Array, jax.Array]:
     def rounded(y, dtype):
         return y.astype(dtype).astype(jnp.float32)
 
-    def product(y, z, layout):
-        return _mosaic.pointwise("mul.rn.f32", jnp.multiply, layout, y, z)  # not joined with a sum that follows
-
     sign = lax.broadcast_in_dim(plgpu.load(signs, layout=layout.reduce(0), optimized=False), shape, [1])
     y = rounded(x.astype(jnp.float32) * sign, jnp.bfloat16)
     y = rounded(_mosaic.butterflies(y, _FIRST, layout) * 0.25, jnp.bfloat16)
@@ -280,9 +287,9 @@ def _int4(x: jax.Array, layout: Any, signs) -> tuple[jax.Array, jax.Array]:
     y = rounded(y * np.float32(D**0.5), dtype)
     low, high = jnp.min(y, axis=1), jnp.max(y, axis=1)
     scale, inverse = _scale(high - low, _INT4_MAX, row)
-    zero = _half_away(product(-low, inverse, row), 0.0, _INT4_MAX)
+    zero = _half_away(_product(-low, inverse, row), 0.0, _INT4_MAX)
     spread = [lax.broadcast_in_dim(r, shape, [0]) for r in (inverse, zero)]
-    codes = _half_away(product(y, spread[0], layout) + spread[1], 0.0, _INT4_MAX).astype(jnp.int32)
+    codes = _half_away(_product(y, spread[0], layout) + spread[1], 0.0, _INT4_MAX).astype(jnp.int32)
     vec = _rows.vector(dtype)
     packed = _mosaic.pack_nibbles(codes, layout, _rows.layout(D // 2, vec // 2))
     bits = lax.bitcast_convert_type(scale, jnp.int32) & -16
@@ -293,6 +300,11 @@ def _scale(amax: jax.Array, limit: float, layout: Any) -> tuple[jax.Array, jax.A
     """Scale and its reciprocal, each rounded once, from the largest magnitudes, or ranges, in `layout`."""
     scale = jnp.maximum(amax * np.float32(1 / limit), _SCALE_FLOOR)  # as vLLM: not the quotient
     return scale, _mosaic.divide(jnp.full_like(scale, 1.0), scale, layout)
+
+
+def _product(x: jax.Array, y: jax.Array, layout: Any) -> jax.Array:
+    """`x * y`, rounded: not joined with a sum that follows."""
+    return _mosaic.pointwise("mul.rn.f32", jnp.multiply, layout, x, y)
 
 
 def _heads_as_rows(K: int, D: int, dtype: Any) -> bool:

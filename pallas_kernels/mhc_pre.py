@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _exact, _mosaic
+from pallas_kernels import _exact, _inline, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -29,6 +29,8 @@ _TERMS = 3
 """bfloat16 numbers that add up to a float32."""
 _DEPTH = 64
 """Columns of a step, one swizzle span."""
+_WAVE = 64
+"""Rows of a product."""
 _ROWS, _SPLITS = (64, 128), (1, 2, 4, 8, 16)
 _TOKENS = 128
 """Matrices of a thread block: one in each lane."""
@@ -136,8 +138,8 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
     """
     (N, W), outputs = x.shape, fn.shape[0]
     rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), -(-N // config.rows)
-    strips = _mosaic.strips(jnp.bfloat16, 128)
-    memory = _mosaic.swizzled(128, bytes_per_value=2)
+    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
+    waves = [pl.ds(start, _WAVE) for start in range(0, rows, _WAVE)]
 
     def body(x_ref, fn_ref, parts_ref, squares_ref):
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
@@ -145,16 +147,12 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
         def step(_, x_smem, fn_smem, carry):
             sums, before = carry
 
-            def multiply(acc):
-                plgpu.wgmma(acc, x_smem, fn_smem.T)
-                numbers = plgpu.load(x_smem, layout=strips, optimized=False).astype(f32)
-                squares = before + numbers * numbers
-                sums = acc[...]
-                plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
-                return sums, squares
-
-            found, squares = pl.run_scoped(multiply, _mosaic.ACC((rows, _TERMS * outputs), f32))
-            return _add_terms(sums, found), squares
+            found = [_inline.start(x_smem.at[wave], fn_smem) for wave in waves]
+            numbers = _inline.load_span(x_smem, strips).astype(f32)
+            squares = before + numbers * numbers
+            found = [_inline.settle(x, len(waves) - 1 - i) for i, x in enumerate(found)]
+            plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
+            return [_add_terms(*both) for both in zip(sums, found, strict=True)], squares
 
         where = split * steps
         pipeline = plgpu.emit_pipeline(
@@ -166,14 +164,14 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
             ],
             max_concurrent_steps=config.stages,
             init_carry=(
-                plgpu.layout_cast(jnp.zeros((rows, outputs), f32), plgpu.Layout.WGMMA),
+                [plgpu.layout_cast(jnp.zeros((_WAVE, outputs), f32), plgpu.Layout.WGMMA)] * len(waves),
                 plgpu.layout_cast(jnp.zeros((rows, _DEPTH), f32), strips),
             ),
         )
         sums, squares = pipeline(x_ref, fn_ref)
-        at = pl.ds(tile * rows, rows)
-        _mosaic.store(parts_ref.at[split, at], sums)
-        _mosaic.store(squares_ref.at[split, at], jnp.sum(squares, axis=1))
+        for i, found in enumerate(sums):
+            _mosaic.store(parts_ref.at[split, pl.ds(tile * rows + i * _WAVE, _WAVE)], found)
+        _mosaic.store(squares_ref.at[split, pl.ds(tile * rows, rows)], jnp.sum(squares, axis=1))
 
     return plgpu.kernel(
         body,
@@ -199,7 +197,7 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
     """Streams [N, C, M] after `mhc_post`, and what `products` makes of them, in one pass over memory."""
     (N, C, M), outputs, rows = residual.shape, fn.shape[0], config.rows
     steps, tiles, few = M // (config.splits * _DEPTH), -(-N // rows), 16
-    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _mosaic.swizzled(128, bytes_per_value=2)
+    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
     # a row for each coefficient, comb before post: a vector of tokens is one load
     gates = jnp.concatenate([comb.reshape(N, C * C), post], 1).T
     gates = jnp.pad(gates, ((0, 0), (0, tiles * rows - N)))
@@ -212,7 +210,7 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
             at, tokens = pl.ds(part * few, few), pl.ds(tile * rows + part * few, few)
 
             def load(ref):
-                return plgpu.load(ref.at[at], layout=strips, optimized=False).astype(f32)
+                return _inline.load_span(ref.at[at], strips).astype(f32)
 
             def gate(i):
                 values = plgpu.load(gates_ref.at[i, tokens], layout=strips.reduce(1), optimized=False)
@@ -223,7 +221,7 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
             for j, ref in enumerate(outs):
                 mixed = update.mixed(streams, out, [gate(i * C + j) for i in range(C)], gate(C * C + j))
                 mixed = mixed.astype(jnp.bfloat16)
-                ref[at, :] = mixed
+                _inline.store_span(ref.at[at], mixed, strips)
                 squares = squares + mixed.astype(f32) * mixed.astype(f32)
             return jnp.sum(squares, axis=1)
 
@@ -238,13 +236,7 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
                 plgpu.copy_smem_to_gmem(numbers, there)
 
             for numbers, weights in zip(outs, fns, strict=True):
-
-                def multiply(acc, numbers=numbers, weights=weights):
-                    plgpu.wgmma(acc, numbers, weights.T)
-                    return acc[...]
-
-                found = pl.run_scoped(multiply, _mosaic.ACC((rows, _TERMS * outputs), f32))
-                sums = _add_terms(sums, found)
+                sums = _add_terms(sums, _inline.settle(_inline.start(numbers, weights), 0))
             plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
             return sums, squares
 

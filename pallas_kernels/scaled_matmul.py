@@ -229,7 +229,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- launch
-def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, block, out_dtype):
+def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, block, out_dtype):
     """Run the kernel on prepared arguments of `jaxattn.scaled_matmul`.
 
     Raises:
@@ -245,7 +245,8 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, block, o
     else:
         inputs |= {"a_scale": _padded(a_scale, rows), "b_scale": _padded(b_scale, columns)}
     if azp is not None:
-        inputs |= {"azp": _padded(azp, rows), "sums": _padded(jnp.sum(b, 1, dtype=i32), columns)}
+        sums = jnp.sum(b, 1, dtype=i32) if b_sums is None else b_sums
+        inputs |= {"azp": _padded(azp, rows), "sums": _padded(sums, columns)}
     if bias is not None:
         inputs["bias"] = _padded(bias.astype(f32), columns)
 

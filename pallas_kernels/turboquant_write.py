@@ -24,7 +24,6 @@ _DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
 _VEC = 8
 """Neighbouring numbers in a lane: what three bytes of 3-bit codes hold."""
-_THREADS = 128
 _TILES = (1, 2, 4)
 _EPSILON = 1e-8
 
@@ -89,6 +88,11 @@ class _Plan:
     def row(self) -> int:
         """Bytes of a token."""
         return self.K * self.slot
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a token in shared memory."""
+        return -(-self.row // 16) * 16
 
     @property
     def key_bytes(self) -> int:
@@ -178,7 +182,10 @@ def _launch(x: _Plan, pages, key, value, slots) -> jax.Array:
 
         def copy(context, pages, slots, staging, start, first):
             del context
-            _copy(x, Memory(pages), Memory(slots), Memory(staging), _words.scalar(start), _words.scalar(first))
+            _words.barrier()
+            places = _words.scalar(start), _words.scalar(first)
+            rows = {"rows": x.tokens, "size": x.row, "pitch": x.pitch}
+            _words.scatter(Memory(staging), Memory(pages), Memory(slots), *places, **rows)
 
         inline: Any = plgpu.inline_mgpu(arg_types=(ref, ref, ref, splat, splat))
         inline(copy)(pages, slots, staging, start, block * x.tokens)
@@ -190,7 +197,7 @@ def _launch(x: _Plan, pages, key, value, slots) -> jax.Array:
         out_type=(),
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=[plgpu.SMEM((x.tokens, -(-x.row // 16) * 16), jnp.uint8)],
+        scratch_types=[plgpu.SMEM((x.tokens, x.pitch), jnp.uint8)],
     )
     written = pl.run_state(lambda ref: launch(ref, *rows, slots))(pages.reshape(S, x.row))
     return written.reshape(pages.shape)
@@ -198,14 +205,14 @@ def _launch(x: _Plan, pages, key, value, slots) -> jax.Array:
 
 # ---------------------------------------------------------------- device code
 def _pack(x: _Plan, staging: Any, key: Any, value: Any) -> None:
-    """Quantize rows of heads and write their slots to `staging`, `-(-row // 16) * 16` bytes a token."""
+    """Quantize rows of heads and write their slots to `staging`, `pitch` bytes a token."""
     thread = Thread()
     lane, per_warp = thread.lane & (x.lanes - 1), 32 // x.lanes
     keys, values = (_chunks(a) for a in (key, value))
     for n, (k, v) in enumerate(zip(keys, values, strict=True)):
         head = (thread.warp * per_warp) + (thread.lane >> x.lanes.bit_length() - 1) + n * 4 * per_warp
         token = asm(f"div.u32 $0, $1, {x.K};", head)
-        place = Memory(staging).at(token * (-(-x.row // 16) * 16 - x.row) + head * x.slot)
+        place = Memory(staging).at(token * (x.pitch - x.row) + head * x.slot)
         if x.key_bits == 8:
             mine = place.at(lane << 3)
             for i in range(0, _VEC, 2):
@@ -305,24 +312,6 @@ def _plus(a: Word, b: Word) -> Word:
     return asm("add.rn.f32 $0, $1, $2;", a, b)
 
 
-def _copy(x: _Plan, pages: Memory, slots: Memory, staging: Memory, start: Word, first: Word) -> None:
-    """Copy the block's tokens from shared memory to their slots."""
-    _words.barrier()
-    thread = Thread()
-    size = 16 if x.row % 16 == 0 else 4 if x.row % 4 == 0 else 2
-    pieces = x.row // size
-    for i in range(-(-x.tokens * pieces // _THREADS)):
-        number = thread.index + i * _THREADS
-        token = asm(f"div.u32 $0, $1, {pieces};", number)
-        inside = _words.less(token, x.tokens)
-        token = select(inside, token, 0)
-        piece = asm(f"rem.u32 $0, $1, {pieces};", number)
-        slot = slots.wide(start + token, 4).load(0, 4)
-        named = _words.both(_words.less(-1, slot), _words.less(first, start + token + 1))
-        source = staging.at(token * (-(-x.row // 16) * 16) + piece * size)
-        source.copy(pages.wide(slot, x.row).at(piece * size), size, _words.both(inside, named))
-
-
 # ---------------------------------------------------------------- the same, interpreted
 def _interpreted(x: _Plan, k, v):
     """uint8 [tokens, row]: what `_pack` writes."""
@@ -334,7 +323,7 @@ def _interpreted(x: _Plan, k, v):
         total = k * k
         while total.shape[1] > 1:
             total = total[:, ::2] + total[:, 1::2]
-        norm = jnp.sqrt(total)
+        norm = _exact.root(total)
         y, half = _exact.divide(k, jnp.broadcast_to(norm + f32(_EPSILON), k.shape)), 1
         while half < x.D:
             pairs = y.reshape(-1, x.D // (2 * half), 2, half)

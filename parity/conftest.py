@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(config, items):
     sharing.together(items, [m.name for m in MECHANISMS])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Sets how much the compiler does."""
+    sharing.compile_for(item)
+
+
 def pytest_generate_tests(metafunc):
     """One test per capture, output and comparison; a single failing one if captures are missing or broken."""
     if "edge" not in metafunc.fixturenames:

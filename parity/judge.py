@@ -98,8 +98,9 @@ def judge(
     """Judge `subject` against `peer` through the truth.
 
     Args:
-        rule: which checks; `rule.bitwise` compares subject and peer directly, `rule.codes` asks what explains their
-            codes, `rule.two_sided` also holds the peer's error against that of the yardstick.
+        rule: which checks; `rule.bitwise` compares subject and peer directly (with `rule.near` some codes may be
+            neighbours), `rule.codes` asks what explains their codes, `rule.two_sided` also holds the peer's error
+            against that of the yardstick.
         truth: float64 [...].
         subject: what is judged, any dtype.
         peer: what it is compared with, the subject's shape and dtype.
@@ -122,7 +123,7 @@ def judge(
             "slices": metrics.slice_table(subject, peer, truth, axes, slice_rank, relative),
         }
     if rule.bitwise:
-        return _bitwise(subject, peer, names, axes, found)
+        return _bitwise(rule, subject, peer, names, axes, found)
     sides = {names[0]: subject, names[1]: peer}
     if rule.codes:
         errors = {name: metrics.code_error(x, truth) for name, x in sides.items()}
@@ -192,15 +193,25 @@ def _unlike(truth, subject, peer, names) -> str | None:
     return None
 
 
-def _bitwise(subject, peer, names, axes, found) -> Verdict:
+def _bitwise(rule: Rule, subject, peer, names, axes, found) -> Verdict:
     raw = [np.ascontiguousarray(x).view(f"V{x.dtype.itemsize}").reshape(x.shape) for x in (subject, peer)]
     differ = np.argwhere(raw[0] != raw[1])
     if not len(differ):
         return Verdict(status="pass", reason="equal to the bit", headroom=0.0, **found)
-    at = tuple(differ[0])
+    at, more = tuple(differ[0]), ""
+    if rule.near:
+        which = tuple(differ.T)
+        far = differ[~metrics.next_to(subject[which], peer[which], rule.within)]
+        allowed = tolerances.most(subject.size * rule.near)
+        if not len(far) and len(differ) <= allowed:
+            reason = f"within rule '{rule.name}': {len(differ)} of {subject.size} codes are next to {names[1]}'s"
+            headroom = len(differ) / allowed
+            return Verdict(status="pass", reason=f"{reason}, {allowed} allowed", headroom=headroom, **found)
+        at = tuple(far[0]) if len(far) else at
+        more = f", {len(far)} by more than a step" if len(far) else f", {allowed} may differ by a step"
     return Verdict(
         status="fail",
-        reason=f"{len(differ)} of {subject.size} elements differ in their bits, first at {place(axes, at)}: "
+        reason=f"{len(differ)} of {subject.size} elements differ in their bits{more}, first at {place(axes, at)}: "
         f"{names[0]} {metrics.number(subject[at])}, {names[1]} {metrics.number(peer[at])}",
         **found,
     )

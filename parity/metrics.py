@@ -119,6 +119,21 @@ def code_error(x: np.ndarray, truth: Floats) -> Error:
     return _statistics(size, truth, (), 0)
 
 
+def next_to(x: np.ndarray, y: np.ndarray, within: float = 0.0) -> np.ndarray:
+    """Where the code of x is one step from that of y, or no farther away than `within`; NaN is next to nothing.
+
+    Args:
+        x: float8 codes, or uint8 of a packed format: then its upper or lower half, if it holds two codes.
+        y: likewise.
+        within: difference of float8 numbers.
+    """
+    a, b = (np.ascontiguousarray(v).view(np.uint8).reshape(v.shape) for v in (x, y))
+    distance = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
+    if x.dtype == np.uint8:
+        return np.isin(a - b, (1, 255, 16, 240))
+    return (np.isin(a - b, (1, 255)) | (distance <= within)) & ~np.isnan(distance)
+
+
 def _values(dtype: Any) -> Floats:
     """All finite numbers of an 8-bit type in order, one zero."""
     codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)

@@ -67,26 +67,27 @@ def together(items: list[Any], names: Iterable[str]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
+        if item.get_closest_marker("optimized"):  # together, so that programs are forgotten once only
+            item.add_marker(pytest.mark.xdist_group("optimized"))
+            continue
         about = _about(item.callspec.params) if hasattr(item, "callspec") else []
         stem = item.path.stem.removeprefix("test_")
         found = [n for n in longest if n in about] or [n for n in longest if f"{stem}_".startswith(f"{n}_")]
         item.add_marker(pytest.mark.xdist_group(found[0] if found else f"{item.path.parent.name}/{stem}"))
 
 
-@contextlib.contextmanager
-def quick_compiles() -> Iterator[None]:
-    """Within it, programs are compiled with few of the compiler's passes: for tiny models, whose tests mostly compile.
+def compile_for(item: Any) -> None:
+    """Few of the compiler's passes on a CPU, where they take the time, but for tests marked `optimized` or `aot`.
 
-    Such programs round otherwise. JAX keeps compiled programs without regard to this setting, so both ends forget them:
-    a test elsewhere must never be served one.
+    Programs of few passes round otherwise than those that users run (fewer fused multiply-adds, other orders of sums).
+    JAX keeps compiled programs without regard to this setting; they are forgotten wherever it changes, so that no
+    test is served a program of the other kind.
     """
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    whole = any(item.get_closest_marker(name) for name in ("optimized", "aot"))
+    wanted = jax.default_backend() == "cpu" and not whole
+    if jax.config.read("jax_disable_most_optimizations") != wanted:
         jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", wanted)
 
 
 @contextlib.contextmanager

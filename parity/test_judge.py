@@ -210,6 +210,81 @@ def test_codes_of_zero_keep_their_sign_and_integers_have_none():
     assert not codes_verdict(half, np.array([[4, 127]], np.int8), np.array([[2, 127]], np.int8)).passed
 
 
+def bytes_verdict(subject, peer, rule="contract_codes"):
+    rule, axes = tolerances.find(rule), ("page", "byte")
+    return judge(rule, truth=np.zeros(peer.shape), subject=subject, peer=peer, names=("kernel", "reference"), axes=axes)
+
+
+def entries(x, gain=1.0):
+    """Entries of 448 e4m3 codes and 64 bfloat16 numbers, as bytes."""
+    codes, rotated = (gain * x[:, part] for part in (slice(448), slice(448, None)))
+    return np.concatenate([e4m3(codes).view(np.uint8), bf16(rotated).view(np.uint8)], 1)
+
+
+def test_packed_bytes_behind_float32_arithmetic_may_differ_by_a_step_here_and_there():
+    rng = np.random.default_rng(4)
+    x = 50 * rng.standard_normal((1024, 512))
+    right = entries(x)
+    close = entries(x * (1 + tolerances.CHAIN * rng.uniform(-1, 1, x.shape)))
+    v = bytes_verdict(close, right)
+    assert (close != right).any() and v.passed and 0 < v.headroom < 1, v.reason
+    assert not bytes_verdict(close, right, "exact").passed
+    for gain in (1.01, 1 + 1e-4, 1 - 1e-4):
+        assert not bytes_verdict(entries(x, gain), right).passed, gain
+
+
+@pytest.mark.parametrize(("was", "now"), [(35, 37), (0, 128), (100, 108), (100, 0)])
+def test_a_packed_byte_that_is_more_than_a_step_off_fails(was, now):
+    right = np.full((8, 64), was, np.uint8)
+    wrong = right.copy()
+    wrong[2, 5] = now
+    v = bytes_verdict(wrong, right)
+    assert v.reason == (
+        "1 of 512 elements differ in their bits, 1 by more than a step, first at (page 2, byte 5): "
+        f"kernel {now}, reference {was}"
+    )
+
+
+def test_a_step_in_either_half_of_a_byte_or_with_a_carry_passes_once_but_not_everywhere():
+    right = np.array([[0x34, 0x34, 0xFF, 0x3F]] * 16384, np.uint8)
+    other = right.copy()
+    other[7] = (0x35, 0x24, 0x00, 0x40)
+    assert bytes_verdict(other, right).passed
+    other[:, 0] = 0x35
+    v = bytes_verdict(other, right)
+    assert v.reason.startswith("16387 of 65536 elements differ in their bits, 10 may differ by a step, first at (")
+    few = bytes_verdict(other[:8], right[:8])  # far less than one is expected
+    assert not few.passed and "0 may differ by a step" in few.reason
+
+
+def test_codes_behind_fp8_sums_may_be_neighbours_and_faults_show():
+    """Halves that are off by 2^-11.3 of their RMS; NaN is next to nothing."""
+    rng = np.random.default_rng(5)
+    halves, noise = rng.standard_normal((2, 64, 256)), 2**-11.3 * rng.standard_normal((2, 64, 256))
+
+    def codes(h, gain=1.0):
+        gate, up = bf16(h).astype(np.float64)
+        return e4m3(gain * 64 * gate / (1 + np.exp(-gate)) * up)
+
+    right = codes(halves)
+    v = bytes_verdict(codes(halves + noise), right, "contract_fp8_codes")
+    assert v.passed and v.headroom > 0, v.reason
+    for wrong in (codes(halves, 1.01), codes(halves * 1.01), codes(halves[::-1])):
+        assert not bytes_verdict(wrong, right, "contract_fp8_codes").passed
+    top = np.full((8, 64), 448, right.dtype)
+    nan = top.copy()
+    nan[0, 0] = np.nan
+    assert "1 by more than a step" in bytes_verdict(nan, top, "contract_fp8_codes").reason
+
+
+@pytest.mark.parametrize("expected", [1.0, 2.9, 23.0, 2000.0])
+def test_counts_exceed_what_is_allowed_one_time_in_ten_thousand(expected):
+    counts = np.random.default_rng(6).poisson(expected, 400_000)
+    bound = tolerances.most(expected)
+    assert (counts > bound).mean() <= 1.5e-4 and (counts >= bound).mean() > 0.5e-4
+    assert tolerances.most(0.99) == 0
+
+
 def test_shapes_dtypes_and_emptiness_are_failures(truth):
     x = bf16(truth)
     assert verdict(DEFAULT, truth, x[:1], x).reason == "kernel has shape (1, 16, 64), the truth (256, 16, 64)"

@@ -1,12 +1,14 @@
 """Time kernels beside their peers on a GPU, after proving on the same inputs that they are right.
 
-python scripts/bench.py --mechanism M [--peer vllm|torch|jax]... [--case GLOB] [--tune] --out FILE
+python scripts/bench.py --mechanism M [--peer vllm|torch|jax]... [--case GLOB] [--tune] [--jobs N] --out FILE
 
 Adds one JSON line for each case, kernel and peer to FILE. Exit code: 0 everything asked for was measured, 1 a case
 failed its gate or could not run (said on stderr; the rest is written), 2 nothing to measure here.
 """
 
 import argparse
+import concurrent.futures
+import dataclasses
 import datetime
 import fnmatch
 import importlib.metadata
@@ -38,6 +40,10 @@ PACKAGES = ("jax", "jaxlib", "torch", "triton", "vllm")
 def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) -> int:
     """Run the command line; returns the exit code. Tests bring their own timer."""
     args = _parse(argv)
+    if args.jobs > 1:
+        return _in_processes(args, list(sys.argv[1:] if argv is None else argv))
+    if args.turns:
+        timing.take_turns(args.turns)
     if timer is timing.cupti and (reason := _mosaic.why_not_here()):
         contest.say(f"bench: {reason}")
         return NOTHING
@@ -55,7 +61,9 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
         from scripts._bench.peers import _torch
 
         _torch.install()
-    top = ceilings.measure(timer, *args.ceiling_sizes)
+    top = ceilings.Ceilings(
+        *timing.once("ceilings", lambda: dataclasses.astuple(ceilings.measure(timer, *args.ceiling_sizes)))
+    )
     where = provenance(args.commit, argv)
     print(
         f"copy {top.copy / 1e12:.2f} TB/s, bf16 {top.matmul / 1e12:.0f}, fp8 {top.matmul8 / 1e12:.0f} TFLOP/s",
@@ -91,6 +99,39 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
     if failed:
         contest.say(f"{len(failed)} of {len(chosen)} cases were not measured: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
+    """A process for each mechanism, `--jobs` at a time: they compile side by side and measure in turns."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    turns = args.out.with_name(f"{args.out.name}.{os.getpid()}")
+    own = ["--case", args.case, "--out", str(args.out), "--rounds", str(args.rounds), "--seed", str(args.seed)]
+    own += [word for peer in args.peer for word in ("--peer", peer)] + ["--turns", str(turns)]
+    own += ["--commit", args.commit] if args.commit else []
+    own += ["--tune"] if args.tune else []
+    own += ["--ceiling-sizes", *map(str, args.ceiling_sizes)]
+
+    def one(mechanism: Mechanism) -> int:
+        command = [sys.executable, str(Path(__file__).resolve()), "--mechanism", mechanism.name, *own]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=args.limit)
+            code, text = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired as e:
+            parts = (x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (e.stdout, e.stderr))
+            code, text = 1, f"{''.join(parts)}stopped after {args.limit} s\n"
+        contest.say(f"== {mechanism.name}: exit code {code}\n{text}")
+        return code
+
+    asked = {m.name: m for m in args.mechanism}.values()
+    timed = [m for m in asked if any("bench" in c.tags for c in m.cases)]
+    timed.sort(key=lambda m: -sum("bench" in c.tags for c in m.cases))  # the long ones first
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        codes = list(pool.map(one, timed))
+    for file in turns.parent.glob(f"{turns.name}*"):
+        file.unlink()
+    if codes and all(code == NOTHING for code in codes):
+        return NOTHING
+    return int(any(code not in (0, NOTHING) for code in codes))
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -180,6 +221,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved sessions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit of the kernels, where git cannot tell it")
+    parser.add_argument("--jobs", type=int, default=1, help="mechanisms at a time, each in a process")
+    parser.add_argument("--limit", type=float, help="seconds for a mechanism, with --jobs")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="measure in turns with processes of the same FILE")
     parser.add_argument("--ceiling-sizes", type=int, nargs=2, default=(8192, 2**29), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -49,3 +49,8 @@ def pytest_collection_modifyitems(config, items):
             if kernel not in seen:
                 seen.add(kernel)
                 item.add_marker(pytest.mark.smoke)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    sharing.compile_for(item)

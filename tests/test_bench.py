@@ -3,7 +3,10 @@
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
+import threading
+import time
 import types
 from typing import Any
 
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import _mechanism, registry
+from jaxattn import _checks, _mechanism, registry
 from jaxattn.ops import _attention_bench as attention_bench
 from jaxattn.ops import _paged_attention_bench as paged_bench
 from jaxattn.ops import attention, paged_attention
@@ -108,6 +111,52 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, record, interpreted, capsys):
     said = capsys.readouterr().err
     assert "FAILED merge_states T7-H4-D128: WrongResultError: o: " in said
     assert "1 of 1 cases were not measured" in said
+
+
+def test_mechanisms_in_processes(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        name = command[command.index("--mechanism") + 1]
+        if name == "attention":
+            raise subprocess.TimeoutExpired(command, options["timeout"], b"half a line\n", None)
+        return subprocess.CompletedProcess(command, 1 if name == "router" else 0, f"{name} was here\n", "")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    out = tmp_path / "lines.jsonl"
+    names = ("router", "attention", "merge_states", "mtp", "router")
+    argv = [word for name in names for word in ("--mechanism", name)]
+    argv += ["--peer", "jax", "--case", "T*", "--jobs", "2", "--limit", "9", "--out", str(out)]
+    assert bench.main(argv) == 1
+    assert {c[c.index("--mechanism") + 1] for c in ran} == {"router", "attention", "merge_states"}  # mtp is not timed
+    assert len(ran) == 3 and len({c[c.index("--turns") + 1] for c in ran}) == 1
+    assert all(c[c.index("--peer") + 1] == "jax" and c[c.index("--case") + 1] == "T*" for c in ran)
+    said = capsys.readouterr().err
+    assert "merge_states was here" in said and "half a line\nstopped after 9.0 s" in said
+
+
+def test_processes_measure_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "_turns", [])
+    timing.take_turns(tmp_path / "turns")
+    inside, most = [], []
+
+    def timer(launch, wait, launches):
+        inside.append(1)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+        return [1.0] * launches
+
+    def measure():
+        timing.compare({"port": (lambda: None, lambda: None)}, timer, rounds=3)
+
+    threads = [threading.Thread(target=measure) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 12 and max(most) == 1
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
@@ -508,3 +557,26 @@ def test_a_page_without_markers_and_a_foreign_line_are_errors(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"mechanism": "x"}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:1 lacks case, kernel, us, .*; write it with scripts/bench.py"):
         timing_table.read(tmp_path)
+
+
+def test_truths_of_a_mechanism_whose_record_prepares_its_arguments():
+    mechanism = registry.find("cache_write")
+    case = next(c for c in mechanism.cases if c.name == "T6-K8-D128-int4-per-head")
+    args = mechanism.prepare(**case.make(np.random.default_rng(0)))
+    assert set(args) - set(case.make(np.random.default_rng(0)))  # the op does not take these
+    _, truth, same = contest.truths(mechanism, args, np.random.default_rng(0))
+    assert truth.keys() == same.keys() == set(mechanism.outputs(**args))
+
+
+def test_large_outputs_are_judged_at_some_rows(monkeypatch):
+    monkeypatch.setattr(contest, "ROWS", 16)
+    args = MERGE.prepare(**small().cases[0].make(np.random.default_rng(0)))
+    assert contest._some_rows(MERGE, args, np.random.default_rng(0)) is None
+    many = {k: jnp.concatenate([x] * 10) if _checks.is_array(x) else x for k, x in args.items()}
+    monkeypatch.setattr(contest, "LARGE", 100)
+    rows, truth, same = contest.truths(MERGE, many, np.random.default_rng(0))
+    assert len(set(rows)) == 16 and {0, 1, 68, 69} <= set(rows) and rows.tolist() == sorted(rows)
+    whole = execution.reference(MERGE, many)
+    for name in same:
+        assert truth[name].dtype == np.float64
+        np.testing.assert_array_equal(same[name], whole[name][rows])

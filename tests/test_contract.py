@@ -233,6 +233,7 @@ def test_a_float32_case_exists(mechanism):
     assert any("float32" in d and not d & {"bfloat16", "float16"} for d in dtypes), "16-bit cases hide small errors"
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("mechanism", "kernel"), KERNELS)
 def test_twice_is_once_and_jit_is_eager_to_the_bit(mechanism, kernel):
     with here():

@@ -92,3 +92,25 @@ def test_processes_keep_their_programs_apart(monkeypatch, tmp_path):
     monkeypatch.delenv(sharing.CACHE)
     sharing.keep_apart("gw2")
     assert sharing.CACHE not in os.environ
+
+
+def test_programs_of_few_passes_are_never_served_to_a_test_that_wants_all(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU, and all tests are compiled as users do it")
+    forgotten = []
+    monkeypatch.setattr(sharing.jax, "clear_caches", lambda: forgotten.append(1))
+    item = {
+        mark: SimpleNamespace(get_closest_marker=lambda name, mark=mark: name == mark or None)
+        for mark in ("optimized", "aot", "smoke")
+    }
+    before = jax.config.read("jax_disable_most_optimizations")
+    try:
+        for mark, few, times in (("smoke", True, 0), ("optimized", False, 1), ("aot", False, 1), ("smoke", True, 2)):
+            if mark == "smoke" and not times:
+                jax.config.update("jax_disable_most_optimizations", True)
+            sharing.compile_for(item[mark])
+            assert (jax.config.read("jax_disable_most_optimizations"), len(forgotten)) == (few, times), mark
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+        monkeypatch.undo()
+        jax.clear_caches()

@@ -55,6 +55,8 @@ class Format:
     multiple_outputs: Callable[[Options], int] = lambda options: 1
     aliases: Mapping[str, tuple[str, Callable[[Array], Array]]] | None = None
     """Another name of a tensor -> its name here and how it is converted."""
+    derive: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda tensors: {}
+    """Tensors that checkpoints do not hold, of those that they do."""
 
 
 def _inverse(x: Array) -> Array:
@@ -115,6 +117,7 @@ def _int8_apply(x, t, options: Options, symmetric: bool):
         s,
         t["weight_scale"],
         azp=azp[0] if azp else None,
+        b_sums=t.get("weight_sums") if azp else None,
         out_dtype=options.dtype,
         implementation=options.implementation,
     )
@@ -253,7 +256,10 @@ FORMATS: dict[str, Format] = {
     ),
     "int8_azp": Format(
         what="INT8, one scale per output feature; activations with zero points, static or per token",
-        tensors=_int8_tensors,
+        tensors=lambda options: (
+            _int8_tensors(options) | {"weight_sums": Tensor((options.outputs,), "int32", required=False)}
+        ),
+        derive=lambda tensors: {"weight_sums": jnp.sum(tensors["weight"], 1, dtype=jnp.int32)},
         quantize=_int8_quantize,
         apply=lambda x, t, options: _int8_apply(x, t, options, False),
     ),

@@ -124,6 +124,7 @@ class QuantizedLinear(nnx.Module):
         found = {name: _fitted(self.format, name, t, given[name]) for name, t in known.items() if name in given}
         if "g_idx" in found and _consecutive(found["g_idx"], self.options.group):
             del found["g_idx"]  # kernels take it as an act-order
+        found |= FORMATS[self.format].derive(found)
         for name in known:
             setattr(self, name, QuantizedParam(found[name]) if name in found else nnx.data(None))
         if self.bias is not None:

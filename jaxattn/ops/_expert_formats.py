@@ -218,7 +218,7 @@ def grouped_product(
             parts["w"], parts.get("scale"), parts.get("zeros"), parts.get("scale_2"), format=format, dtype=work
         )
         if q.dtype == jnp.int8:
-            acc = jax.lax.dot_general(q, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32).astype(work)
+            acc = int8.product(q, w).astype(work)
         else:
             acc = jnp.einsum("rk,nk->rn", q, w.astype(work), precision="highest")
         if factor is not None:

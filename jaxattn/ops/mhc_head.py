@@ -131,6 +131,7 @@ MECHANISM = Mechanism(
     },
     cases=(
         _case("N5-C4-M512", 5, 512),
+        _case("N11-C4-M256", 11, 256),
         _case("N3-C4-M256-fp32", 3, 256, dtype="float32"),
         _case("N3-C1-M128-fp16", 3, 128, C=1, dtype="float16"),
         _case("N4096-C4-M4096", 4096, 4096, "full", "bench"),

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32, Num
 
 from jaxattn import _checks, _mechanism
 from jaxattn._mechanism import Args, Case, Kernel, Mechanism
-from jaxattn.quant import fp8
+from jaxattn.quant import fp8, int8
 from jaxattn.quant import primitives as p
 from pallas_kernels import _mosaic
 from pallas_kernels import scaled_matmul as mosaic
@@ -28,6 +28,7 @@ def scaled_matmul(
     *,
     bias: Float[Array, " F"] | None = None,
     azp: Int32[Array, "..."] | None = None,
+    b_sums: Int32[Array, " F"] | None = None,
     block: int | None = None,
     out_dtype: str = "bfloat16",
     implementation: str | None = None,
@@ -50,6 +51,8 @@ def scaled_matmul(
             [ceil(F / block), ceil(M / block)].
         bias: any float.
         azp: zero points of int8 activations, one number or one per row; not with `block`.
+        b_sums: with `azp`, the sum of each row of `b` (vLLM: azp_adj); None = added up in every call, which reads
+            `b` a second time.
         block: size of the scales' blocks (128), None = one scale along M.
         out_dtype: bfloat16, float16 or float32.
         implementation: None (choose), "mosaic" (Hopper) or "reference".
@@ -62,13 +65,14 @@ def scaled_matmul(
     Source: vLLM 0.26.0 `cutlass_scaled_mm`, `cutlass_scaled_mm_azp`, `w8a8_triton_block_scaled_mm`; DeepGEMM
     `fp8_gemm_nt`.
     """
-    args = prepare(a, b, a_scale, b_scale, bias=bias, azp=azp, block=block, out_dtype=out_dtype)
+    args = prepare(a, b, a_scale, b_scale, bias=bias, azp=azp, b_sums=b_sums, block=block, out_dtype=out_dtype)
     return _mechanism.run(MECHANISM, args, implementation, config)
 
 
-def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, block=None, out_dtype="bfloat16") -> Args:
+def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, b_sums=None, block=None, out_dtype="bfloat16") -> Args:
     """Validate and complete the arguments of `scaled_matmul`; raises as it does."""
-    named = {"a": (a, "N M"), "b": (b, "F M")} | ({} if bias is None else {"bias": (bias, "F")})
+    named = {"a": (a, "N M"), "b": (b, "F M")}
+    named |= {name: (x, "F") for name, x in (("bias", bias), ("b_sums", b_sums)) if x is not None}
     dims = _checks.check_shapes(_OP, **named)
     N, M, F = dims["N"], dims["M"], dims["F"]
     kind = _checks.check_dtype(_OP, "a", a, (*CODES, _checks.F64), "quantize it first")
@@ -86,6 +90,10 @@ def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, block=None, out_dtyp
         if kind != "int8" or block is not None:
             raise ValueError(f"{_OP}: azp belongs to int8 codes without block, got {kind} and {block=}; leave it out")
         _checks.check_dtype(_OP, "azp", azp, ("int32",))
+    if b_sums is not None:
+        if azp is None:
+            raise ValueError(f"{_OP}: b_sums are used with azp only, got azp=None; leave them out")
+        _checks.check_dtype(_OP, "b_sums", b_sums, ("int32",))
     if block is not None:
         _checks.check_count(_OP, block=block)
         columns = -(-M // block)
@@ -103,6 +111,7 @@ def prepare(a, b, a_scale, b_scale, *, bias=None, azp=None, block=None, out_dtyp
         "b_scale": b_scale,
         "bias": bias,
         "azp": azp,
+        "b_sums": b_sums,
         "block": None if block is None else int(block),
         "out_dtype": out_dtype,
     }
@@ -116,13 +125,13 @@ def _vector(name: str, x: Any, count: int) -> Any:
     return jax.ShapeDtypeStruct((size,), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(size)
 
 
-def _reference(a, b, a_scale, b_scale, *, bias, azp, block, out_dtype):
+def _reference(a, b, a_scale, b_scale, *, bias, azp, b_sums, block, out_dtype):
     """The formula of the docstring; float8 products are exact in float32, INT8 sums are exact in int32."""
     work = a_scale.dtype
     if block is None:
         acc = _product(a, b, work)
         if azp is not None:
-            acc = acc - azp[:, None] * jnp.sum(b, 1, dtype=jnp.int32)
+            acc = acc - azp[:, None] * (jnp.sum(b, 1, dtype=jnp.int32) if b_sums is None else b_sums)
         o = acc.astype(work) * b_scale * a_scale[:, None]
     else:
         parts_a, parts_b = p.grouped(a, block).swapaxes(0, 1), p.grouped(b, block).swapaxes(0, 1)
@@ -138,7 +147,7 @@ def _reference(a, b, a_scale, b_scale, *, bias, azp, block, out_dtype):
 
 def _product(a, b, work):
     if a.dtype == jnp.int8:
-        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return int8.product(a, b)
     return jnp.einsum("nm,fm->nf", a.astype(work), b.astype(work), precision="highest")
 
 
@@ -162,6 +171,7 @@ def make_inputs(
     scales: str = "token",
     bias: bool = False,
     azp: bool = False,
+    sums: bool = False,
     **options,
 ) -> Args:
     """Random arguments of `scaled_matmul`.
@@ -175,6 +185,7 @@ def make_inputs(
         scales: "tensor", "token" (and one per output feature) or "block" (128).
         bias: add one.
         azp: draw zero points.
+        sums: add up the rows of the weight beforehand.
         **options: passed on to the op.
     """
 
@@ -193,6 +204,8 @@ def make_inputs(
         args["bias"] = jnp.asarray(rng.standard_normal(F), jnp.float32)
     if azp:
         args["azp"] = jnp.asarray(rng.integers(-20, 20, (N, 1)), jnp.int32)
+    if sums:
+        args["b_sums"] = jnp.sum(args["b"], 1, dtype=jnp.int32)
     return args | ({"block": 128} if scales == "block" else {}) | options
 
 
@@ -212,7 +225,9 @@ def _struct(codes: str, scales: str, N: int = 64, M: int = 512, F: int = 256, **
 
 def _large(N: int, codes: str, scales: str, M: int = 7168, F: int = 4096) -> Case:
     """One of the benchmarks, drawn on the device; INT8 with zero points."""
-    azp = {"azp": jax.ShapeDtypeStruct((N,), jnp.int32)} if codes == "int8" else {}
+    azp = {}
+    if codes == "int8":
+        azp = {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in (("azp", N), ("b_sums", F))}
 
     def shapes():
         return _struct(codes, scales, N, M, F, **azp)
@@ -227,10 +242,11 @@ def _large(N: int, codes: str, scales: str, M: int = 7168, F: int = 4096) -> Cas
 
     def make(rng):
         key = jax.random.key(int(rng.integers(2**31)))
-        return {
+        drawn = {
             name: draw(jax.random.fold_in(key, i), name, x) if _checks.is_array(x) else x
             for i, (name, x) in enumerate(shapes().items())
         }
+        return drawn | ({"b_sums": jnp.sum(drawn["b"], 1, dtype=jnp.int32)} if azp else {})
 
     name = f"{'fp8' if azp == {} else 'int8-azp'}-{scales}-N{N}-M{M}-F{F}"
     return Case(name=name, make=make, tags=frozenset({"bench", "eight_bit"}), shapes=shapes)
@@ -258,6 +274,7 @@ _CASES = (
     _case("e5m2-fp16", 5, 128, 64, codes="float8_e5m2", out_dtype="float16"),
     _case("int8-token", 33, 256, 128, codes="int8"),
     _case("int8-azp-bias", 33, 256, 128, codes="int8", azp=True, bias=True),
+    _case("int8-azp-sums", 33, 256, 128, codes="int8", azp=True, sums=True),
     _case("int8-tensor-azp-many-rows-fp32", 70, 400, 136, codes="int8", scales="tensor", azp=True, out_dtype="float32"),
     _case("int8-block-fp32", 7, 256, 256, codes="int8", scales="block", out_dtype="float32"),
     *(_large(N, *rest) for N in (1, 16, 64, 4096) for rest in ((E4M3, "block"), (E4M3, "token"), ("int8", "token"))),

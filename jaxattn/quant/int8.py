@@ -30,6 +30,8 @@ from jaxattn.quant import primitives as p
 type Granularity = Literal["tensor", "token", "channel", "group", "block"]
 type Rule = Literal["cuda", "triton"]
 FLOOR = 1e-10
+EXACT = 1024
+"""Products of two codes, 2^14 at most, whose sum is an exact float32 in any order."""
 _FAR = 2.0**30
 """Zero points and unbounded codes stop here, so that their sum cannot wrap around."""
 
@@ -99,6 +101,19 @@ def dequantize(
     """`(q - azp) * scale`, rounded to `dtype` once."""
     whole = q.astype(jnp.int32) if azp is None else q.astype(jnp.int32) - azp
     return (whole.astype(scale.dtype) * fp8.expand(scale, q.shape, granularity, group)).astype(dtype)
+
+
+def product(a: Int8[Array, "N M"], b: Int8[Array, "F M"]) -> Int32[Array, "N F"]:
+    """`a @ b.T`, exact on every backend.
+
+    Not a product of integers for XLA: untuned, its matrix kernels for Hopper take 16 codes a step where the instruction
+    multiplies 32, and return twice the sum. So parts that float32 holds exactly are added up as int32.
+    """
+    total = jnp.zeros((a.shape[0], b.shape[0]), jnp.int32)
+    for start in range(0, a.shape[1], EXACT):
+        x, y = (codes[:, start : start + EXACT].astype(jnp.float32) for codes in (a, b))
+        total = total + jnp.einsum("nm,fm->nf", x, y, precision="highest").astype(jnp.int32)
+    return total
 
 
 def check(granularity, ndim, static, zero_point, symmetric, group, rule) -> None:

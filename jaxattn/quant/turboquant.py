@@ -174,7 +174,7 @@ def quantize(key: Float[Array, "... D"], value: Float[Array, "... D"], preset: s
 
 def key_codes(key: Float[Array, "... D"], bits: int) -> tuple[Int32[Array, "... D"], Float[Array, "..."]]:
     """Codes and norm of keys that are float32 or float64."""
-    norm = jnp.sqrt(_pairwise_sum(_apart(key * key)))
+    norm = _exact.root(_pairwise_sum(_apart(key * key)))
     y = rotate(_exact.divide(key, jnp.broadcast_to((norm + EPSILON)[..., None], key.shape)))
     codes = jnp.zeros(key.shape, jnp.int32)
     for middle in midpoints(key.shape[-1], bits).tolist():

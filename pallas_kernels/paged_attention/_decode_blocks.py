@@ -344,13 +344,11 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             return scales_of(x, r.v_scales.at[at], kv_head, hole) if x.per_head else None
 
         def meanwhile():
-            if not x.per_head:
-                weights()
+            weights()
             values()
 
         plgpu.barrier_wait(r.k_bar.at[r.worker * num_stages + at])
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
-        weight = weights() if x.per_head and x.code_keys else None
         if x.restage and not x.code_keys:
             _convert(x, r, k, r.k_scales.at[at] if x.per_head else None, kv_head, None)
             k = r.tile
@@ -370,8 +368,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             )
             s = jnp.where(seen, s, -jnp.inf)
         (m, total, o), p = _update(x, r, state, s, sharp)
-        if not x.code_keys:
-            weight = weights()
+        weight = None if x.code_keys else weights()
         if weight is not None:
             p = p * per_key(weight, p)
         o = _add_product(x, r, o, p, r.tile if x.code_keys else values())

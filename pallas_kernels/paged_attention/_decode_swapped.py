@@ -151,17 +151,18 @@ def stage(x, ref: Any, o, dtype) -> None:
 # ---------------------------------------------------------------- scales of keys
 def keys_scales(x, scales: Any, head: Any, hole=None):
     """Scales of one KV head as numbers of keys, float32 [KEYS]; as `_per_head.columns`."""
-    K = x.K
     if _mosaic.interpreting():
-        value = lax.dynamic_index_in_dim(scales[...].reshape(-1, K), head, 1, keepdims=False)
+        value = lax.dynamic_index_in_dim(_per_head.tokens(x, scales[...]), head, 1, keepdims=False)
     else:
 
         def build(context, scales, head):
             del context
             thread = Thread()
-            row = (thread.warp << 4) + thread.group
-            mine = Memory(scales).at((row * (4 * K)) + (_words.scalar(head) << 2))
-            return _words.fragment([mine.load(32 * K * half, 4) for half in range(2)], (KEYS,), ROW, "f32")
+            row = (thread.warp * _per_head.place(x, 16)) + thread.group * (4 * x.K)
+            mine = Memory(scales).at(row + (_words.scalar(head) << 2))
+            return _words.fragment(
+                [mine.load(_per_head.place(x, 8 * half), 4) for half in range(2)], (KEYS,), ROW, "f32"
+            )
 
         out = plgpu.ShapeDtypeStruct((KEYS,), f32, layout=ROW)
         inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=out)

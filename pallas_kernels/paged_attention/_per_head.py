@@ -46,6 +46,14 @@ def why_not(x) -> str | None:
     return None
 
 
+def pitch(x) -> int:
+    """Rows of TMA's that 16 tokens take in shared memory: K, and one more if a copy of so few brings an odd number.
+
+    A copy by TMA starts at a multiple of 128 bytes there, two rows.
+    """
+    return x.K + x.K % 2 if min(x.page, x.block_kv) == _ROW else x.K
+
+
 def inputs(x, args: Any) -> dict[str, Any]:
     """The scales of each page, whatever the number of heads, in rows that suit TMA."""
     if not x.per_head:
@@ -56,7 +64,7 @@ def inputs(x, args: Any) -> dict[str, Any]:
 
 def scratch(x, *lead: int) -> dict[str, Any]:
     """Where the scales of the blocks on their way go."""
-    memory = plgpu.SMEM((*lead, x.num_stages, x.block_kv * x.K // _ROW, _ROW), f32)
+    memory = plgpu.SMEM((*lead, x.num_stages, place(x, x.block_kv) // (4 * _ROW), _ROW), f32)
     return {"k_scales": memory, "v_scales": memory} if x.per_head else {}
 
 
@@ -69,7 +77,7 @@ def fetch(x, r: Any, ring: Any, source: Any, to: Any, count: int, bar: Any) -> N
     (page, slot), (stage, token) = source, to
     size = count * x.K // _ROW
     first = lax.div(slot, i32(16)) * x.K if count < x.page else 0  # 16 tokens, the least, are K rows
-    taken, given = pl.ds(first, size), pl.ds(token * x.K // _ROW, size)
+    taken, given = pl.ds(first, size), pl.ds(place(x, token) // (4 * _ROW), size)
     plgpu.copy_gmem_to_smem(pages.at[page, taken], scales.at[stage, given], bar)
 
 
@@ -86,7 +94,7 @@ def columns(x, scales: Any, head: Any, hole=None):
         def build(context, scales, head):
             del context
             mine = Memory(scales).at((Thread().column * (8 * K)) + (_words.scalar(head) << 2))
-            words = [mine.load(4 * K * (8 * j + e), 4) for j in range(count // 8) for e in range(2)]
+            words = [mine.load(place(x, 8 * j + e), 4) for j in range(count // 8) for e in range(2)]
             return _words.fragment(words, (count,), _COLUMN, "f32")
 
         out = plgpu.ShapeDtypeStruct((count,), f32, layout=_COLUMN)
@@ -104,6 +112,11 @@ def finished(x, value, layout, hole):
         key = start + plgpu.broadcasted_iota(i32, value.shape, 0, layout=layout)
         value = jnp.where((key >= low) & (key < high), value, 0.0)
     return value
+
+
+def place(x, token: int) -> int:
+    """Bytes from a block's first scale to those of a token."""
+    return token // _ROW * 4 * _ROW * pitch(x) + token % _ROW * 4 * x.K
 
 
 def down(column, like):
@@ -133,16 +146,18 @@ def numbers(x, codes: Any, scales: Any, head: Any, layout: Any, span: int, first
         zero = lax.bitcast_convert_type(zero, i32) & 15
         pairs = jnp.stack([value & 15, value >> 4], -1).reshape(shape)
         return (pairs - zero[:, None]).astype(f32).astype(bf16)
-    narrow, K, rows, pieces = _nibble_layout(span), x.K, 256 // span, shape[1] // span
+    narrow, rows, pieces = _nibble_layout(span), 256 // span, shape[1] // span
 
     def build(context, scales, packed, head):
         del context
         thread, out, base = Thread(), [], _words.Word.of(0)
         row = (thread.warp * rows) + (thread.lane >> (span // 8).bit_length() - 1)
-        mine = Memory(scales).at((row * (4 * K)) + (_words.scalar(head) << 2))
+        # tiles of 16 or 32 rows, and of 32 the warps' second half belongs to the next 16 tokens
+        skipped = ((row >> 4) * (4 * _ROW * (pitch(x) - x.K))) if 4 * rows > _ROW else 0
+        mine = Memory(scales).at((row * (4 * x.K)) + (_words.scalar(head) << 2)).at(skipped)
         for n, word in enumerate(_words.words_of(packed)):
             if n % pieces == 0:
-                base = ((mine.load(4 * K * (first + 4 * rows * (n // pieces)), 4) & 15) * 0x10001) | _BASE
+                base = ((mine.load(place(x, first + 4 * rows * (n // pieces)), 4) & 15) * 0x10001) | _BASE
             high = word >> 4
             for i in range(4):
                 pick = f"prmt.b32 s, $1, $2, 0x{4 + i}{4 + i}{i}{i};"
@@ -163,8 +178,13 @@ def pieces(x, raw: Any, per_token: Any, layout: Any, span: int) -> Iterator[tupl
         yield column, numbers(x, codes, scales.at[at], head, layout, span)
 
 
+def tokens(x, scales):
+    """Scales of a block as they lie in shared memory as [block_kv, K]; for the interpreter."""
+    return scales.reshape(-1, pitch(x) * _ROW)[:, : x.K * _ROW].reshape(-1, x.K)
+
+
 def _column(x, scales: Any, head: Any):
-    return lax.dynamic_index_in_dim(scales[...].reshape(-1, x.K), head, 1, keepdims=False)
+    return lax.dynamic_index_in_dim(tokens(x, scales[...]), head, 1, keepdims=False)
 
 
 def _nibble_layout(span: int) -> Any:

@@ -16,8 +16,7 @@ Tiles that were cut leave unnormalised partial sums in float32, which a second k
 The scales of a float8_e4m3fn cache are folded into the scores and the output, and its codes are multiplied exactly:
 values in float16, which holds every code, with P scaled by 2**15 to stay in range; keys as they are with a bfloat16 q
 split in two float8 terms, which holds it to 2**-17 of the row's largest value, or in float16 with a float16 q. q is
-scaled by a power of two per row to fit. Codes with a scale per token and head become bfloat16 (`_per_head`), but not
-float8 keys.
+scaled by a power of two per row to fit. Codes with a scale per token and head become bfloat16 (`_per_head`).
 """
 
 import dataclasses
@@ -209,8 +208,12 @@ class Plan:
 
     @property
     def code_keys(self) -> bool:
-        """Scores are products of codes; their sums keep 14 bits, too few for float16."""
-        return self.cache_dtype.name == FP8 and self.dtype.name == "bfloat16"
+        """Scores are products of codes.
+
+        Their sums keep 14 bits: less than float16 wants, and less than scales per token and head promise, which leave
+        keys exact where one scale rounds them to bfloat16.
+        """
+        return self.cache_dtype.name == FP8 and self.dtype.name == "bfloat16" and not self.per_head
 
     @property
     def lifted(self) -> bool:

@@ -17,8 +17,9 @@ from pallas_kernels.sparse_mla._plan import HEADS, Plan
 
 OPTIONAL = ("extra_cache", "extra_indices", "counts", "extra_counts", "sinks", "lse", "top", "weight", "stage")
 """References that a kernel may do without."""
-REGISTERS = {"plain": (72, 240, 200), "v4": (88, 224, 200)}
-"""Registers of a thread that gathers, that scores, and that multiplies values only."""
+REGISTERS = {"plain": (72, 240, 192), "v4": (88, 224, 192)}
+"""Registers of a thread that gathers, that scores, and that multiplies values only; together no more than the 3 x 168
+that a thread block starts with, or the one that asks last would wait for ever."""
 COLUMN = ACC.reduce(0)
 
 f32, i32 = jnp.float32, jnp.int32

@@ -48,7 +48,7 @@ ADAPTER = Adapter(
             axes=("page", "byte"),
             slice_rank=0,
             rule="exact",
-            contract="exact",
+            contract="contract_codes",
             note="a softmax and a norm in float32 come before the codes: a number within 1e-7 of the border of two "
             "roundings may fall on either side; none does in these captures",
         ),

@@ -46,7 +46,9 @@ ADAPTER = Adapter(
         "o": Output(axes=("token", "dim"), slice_rank=1, rule="default", contract="contract"),
         "x8": _exact("token", "dim"),
         "x_scale": _exact("token", "group"),
-        "a8": Output(axes=("token", "slot", "dim"), slice_rank=1, rule="exact", contract="exact", note=_EXP),
+        "a8": Output(
+            axes=("token", "slot", "dim"), slice_rank=1, rule="exact", contract="contract_fp8_codes", note=_EXP
+        ),
         "a_scale": Output(axes=("token", "slot", "group"), slice_rank=1, rule="exact", contract="exact"),
     },
 )

@@ -1,5 +1,6 @@
 """One case: prove the kernel right, then time it beside its peers."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -16,6 +17,9 @@ from parity import cases, execution, tolerances, triangle
 from scripts._bench import peers, timing
 from scripts._bench.ceilings import Ceilings
 from scripts._bench.peers import _torch
+
+ROWS, LARGE = 512, 2**24
+"""Outputs of more numbers than `LARGE` are judged at so many rows."""
 
 type Arrays = dict[str, np.ndarray]
 
@@ -83,16 +87,42 @@ class Other:
 
 
 def truths(mechanism: Mechanism, args: Args, rng: np.random.Generator) -> tuple[Any, Arrays, Arrays]:
-    """(rows, float64 truth, reference) of a case: of some rows if the record has a `probe`, else of all (None).
+    """(rows, float64 truth, reference) of a case: of some rows if the record has a `probe` or the outputs are large.
 
-    Probed rows are few, so that the processor computes them; compiling for a GPU would take longer.
+    Probed rows are few, so that the processor computes them; compiling for a GPU would take longer. Large outputs are
+    computed whole and judged at `ROWS` rows, the first and the last ones among them. Rows: None = all.
     """
     if mechanism.probe is None:
-        return None, *(execution.reference(mechanism, args, wide=wide) for wide in (True, False))
+        rows = _some_rows(mechanism, args, rng)
+        return rows, *(_reference(mechanism, args, wide, rows) for wide in (True, False))
     fewer, rows = mechanism.probe(rng, **args)
     fewer = {k: np.asarray(v) if _checks.is_array(v) else v for k, v in fewer.items()}
     with jax.default_device(jax.devices("cpu")[0]):
-        return rows, *(execution.reference(mechanism, fewer, wide=wide) for wide in (True, False))
+        return rows, *(_reference(mechanism, fewer, wide) for wide in (True, False))
+
+
+def _some_rows(mechanism: Mechanism, args: Args, rng: np.random.Generator) -> Any:
+    """`ROWS` indices of the outputs' first axis if that is one axis of all and they are large, else None."""
+    outputs = jax.tree.leaves(jax.eval_shape(lambda: mechanism.reference(**args)))
+    counts = {x.shape[0] if x.ndim else 0 for x in outputs}
+    if len(counts) != 1 or min(counts) <= ROWS or sum(x.size for x in outputs) <= LARGE:
+        return None
+    (count,), ends = counts, ROWS // 8
+    middle = rng.choice(np.arange(ends, count - ends), ROWS - 2 * ends, replace=False)
+    return np.sort(np.concatenate([np.arange(ends), middle, np.arange(count - ends, count)]))
+
+
+def _reference(mechanism: Mechanism, args: Args, wide: bool, rows: Any = None) -> Arrays:
+    """Outputs of the reference on prepared arguments, in float64 if `wide`, at some rows."""
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        args = _checks.upcast(args) if wide else args
+        static = {k: v for k, v in args.items() if not _checks.is_array(v)}
+        out = jax.jit(lambda arrays: mechanism.reference(**arrays, **static))(
+            {k: v for k, v in args.items() if k not in static}
+        )
+        out = out if isinstance(out, tuple) else (out,)
+        names = mechanism.outputs(**args)
+        return {name: np.asarray(x if rows is None else x[rows]) for name, x in zip(names, out, strict=True)}
 
 
 def rows_of(outputs: Mapping[str, Any], rows: Any) -> Arrays:

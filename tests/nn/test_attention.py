@@ -278,6 +278,7 @@ def test_sinks_act(rng):
     np.testing.assert_array_equal(drowned, np.broadcast_to(np.asarray(layer.o_proj.bias[...]), drowned.shape))
 
 
+@pytest.mark.optimized
 def test_gradient_of_every_parameter(rng):
     options = OPTIONS["gpt-oss"]
     layer, prompts = build(rng, **options), tokens(rng, (12, 3))

@@ -69,6 +69,7 @@ def test_int8_checkpoint_with_zero_points(static, weight, x):
     layer = QuantizedLinear(M, F, format="int8_azp")
     more = {"input_scale": jnp.float32(0.03), "input_zero_point": jnp.int8([5])} if static else {}
     layer.load({"weight": q, "weight_scale": s[:, 0]} | more)
+    same(layer.weight_sums[...], q.astype(jnp.int32).sum(1))
     how = {"granularity": "tensor", "scale": 0.03, "azp": 5} if static else {"symmetric": False}
     codes, scale, azp = quantize_int8(x.reshape(-1, M), **how)
     same(layer(x), scaled_matmul(codes, q, scale, s, azp=azp).reshape(3, 5, F))

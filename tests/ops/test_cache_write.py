@@ -141,6 +141,29 @@ def test_division_is_correctly_rounded_where_the_compiler_multiplies(rng):
             np.testing.assert_array_equal(bits(got), bits(x / divisor))
 
 
+@pytest.mark.parametrize("off", [-2, -1, 0, 1, 2])
+def test_a_root_is_correctly_rounded_whatever_the_compiler_makes_of_it(off, rng, monkeypatch):
+    """`off` units in the last place: on a GPU a root is up to two off. Squares of halfway numbers are hard."""
+    halfway = (2.0 * rng.integers(2**23, 2**24, 20000) + 1) * 2.0**-24
+    hard = (halfway**2).astype(np.float32)
+    powers = np.float32(4.0) ** np.arange(-29, 30, dtype=np.float32)
+    x = [np.exp2(rng.uniform(-59, 59, 20000)).astype(np.float32), hard, powers]
+    x = np.concatenate([np.nextafter(a, np.float32(to)) if to else a for a in x for to in (None, -math.inf, math.inf)])
+    right, plain = np.sqrt(x.astype(np.float64)).astype(np.float32), jnp.sqrt
+
+    def approximate(x):
+        return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(plain(x), jnp.int32) + off, jnp.float32)
+
+    monkeypatch.setattr(jnp, "sqrt", approximate)
+    np.testing.assert_array_equal(bits(jax.jit(_exact.root)(x)), bits(right))
+
+
+def test_roots_of_special_numbers():
+    x = np.array([0, -0.0, math.inf, math.nan, -1, 1e38], np.float32)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(_exact.root(jnp.asarray(x)), np.sqrt(x))
+
+
 def test_division_of_special_numbers():
     x = np.array([0, -0.0, math.inf, -math.inf, math.nan, 1e38], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -174,6 +197,7 @@ def test_scales_per_token_and_head(implementation, stored, limit, rng):
         ("fp8_token_head", 3, 96, 64, "float16"),
         ("int4_token_head", 4, 128, 32, "bfloat16"),
         ("int4_token_head", 2, 256, 256, "float32"),
+        ("int4_token_head", 1, 16, 64, "bfloat16"),
     ],
 )
 def test_tokens_that_share_a_tile_give_the_same_bytes(mode, K, D, Dv, dtype, rng):
@@ -254,6 +278,19 @@ def test_the_rotation_is_sylvesters_matrix(D):
     np.testing.assert_array_equal(_kv_quant.hadamard(jnp.eye(D)), matrix)
 
 
+@pytest.mark.aot
+@aot
+def test_a_gpu_keeps_the_last_rounding_of_the_rotation():
+    """XLA for GPUs computes with the unrounded number, and with another order of factors, where nothing keeps it."""
+    x = jax.ShapeDtypeStruct((4, 2, 128), jnp.bfloat16)
+    program = _aot.compile_h200(lambda x: _kv_quant.per_head_int4(_kv_quant.rotate_for_int4(x)), x).as_text()
+    constants = re.findall(r"(\S+) = f32\[\] constant\(11\.3137", program)
+    assert len(constants) == 1, "the factor sqrt(D) is used once, not joined with the inverse scale"
+    (body,) = (part for part in program.split("\n\n") if f"{constants[0]} = f32[] constant" in part)
+    (last,) = (line for line in body.splitlines() if "ROOT" in line)
+    assert re.search(r"= bf16\[[\d,]+\].* convert\(", last), "what sqrt(D) multiplies is rounded"
+
+
 def test_the_rotation_keeps_scores(rng):
     """(H s q) . (H s k) = D q . k: what an attention over an int4 cache divides its softmax scale by."""
     q, k = (jnp.asarray(rng.integers(-9, 9, (4, 64)), jnp.float32) for _ in range(2))
@@ -309,6 +346,23 @@ def test_bc17_the_address_of_a_slot_has_64_bits(dtype, row, tmp_path, monkeypatc
     assert any(re.search(pattern, ptx) for pattern in wide), "the slot is not multiplied in 64 bits"
     narrow = [rf"(shl\.b32\s+%r\d+, %{r}, \d+;|mul\.lo\.s32\s+%r\d+, %{r}, )" for r in loaded]
     assert not any(re.search(pattern, ptx) for pattern in narrow), "the slot is multiplied in 32 bits"
+
+
+@pytest.mark.aot
+@aot
+def test_slots_whose_bytes_start_anywhere_are_not_copied_by_tma(rng, tmp_path, monkeypatch):
+    """TMA reads shared memory from multiples of 128 bytes on; here a token has 64, beside others in one tile."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    args = make_inputs(rng, 7, 2, 64, mode="int4_token_head")
+    names = sorted(args)
+    _aot.compile_h200(
+        lambda *x: cache_write(**dict(zip(names, x, strict=True)), implementation="mosaic"),
+        *(args[name] for name in names),
+    )
+    (ptx,) = (p.read_text() for p in tmp_path.glob("*.ptx"))
+    assert "st.global.v4.b32" in ptx
+    assert "cp.async.bulk" not in ptx
 
 
 @pytest.mark.gpu
@@ -440,7 +494,6 @@ REFUSED = {
         "int8_token_head",
     ),
     "short": (per_head("uint8", 4, key=jnp.zeros((3, 2, 8)), value=jnp.zeros((3, 2, 8))), "int4_token_head"),
-    "slot": (per_head("uint8", 8, key=jnp.zeros((3, 1, 16)), value=jnp.zeros((3, 1, 16))), "int4_token_head"),
     "tile": (
         per_head("int8", 96, key=jnp.zeros((3, 11, 96)), value=jnp.zeros((3, 11, 96))),
         "int8_token_head",
@@ -454,7 +507,6 @@ REFUSED = {
         ("row", "a token's keys must be a multiple of 128 numbers, got K=1 heads of 64"),
         ("vector", "one scale a head needs key heads of a multiple of 8 numbers, got 60"),
         ("short", "rotated key heads must hold at least 16 numbers, got 8"),
-        ("slot", "a slot of key codes must be a multiple of 16 bytes, got 8 with K=1"),
         ("tile", "a tile of whole tokens would hold 16896 numbers, more than 16384, with K=11 heads of 96 and 96"),
     ],
 )

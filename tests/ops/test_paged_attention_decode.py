@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxattn.ops._paged_attention_cases import FP8, make_inputs
 from jaxattn.ops.paged_attention import MECHANISM
 from pallas_kernels import _aot, _mosaic
 from pallas_kernels import paged_attention as mosaic
-from pallas_kernels.paged_attention import decode, tiled
+from pallas_kernels.paged_attention import _per_head, decode, tiled
 from parity import cases, execution, triangle
 
 SPLIT = decode.Config(num_stages=2, split_pages=4)
@@ -89,6 +90,18 @@ def test_keys_as_rows_of_wgmma(config, make, options, rng):
 def test_scales_per_head_in_shares(stored, rng):
     args = coded(rng, stored, (1, 2), (90, 40), H=6, K=3, sinks=True, return_lse=True)
     judged(args, run(args, SHARED))
+
+
+@pytest.mark.parametrize("block_kv", [32, 64])
+@pytest.mark.parametrize("page", mosaic.PAGES)
+@pytest.mark.parametrize("K", [1, 2, 3, 8])
+def test_scales_per_head_arrive_where_tma_may_write(K, page, block_kv):
+    """At multiples of 128 bytes; the interpreter takes any. The scales of two tokens do not overlap."""
+    x = SimpleNamespace(K=K, page=page, block_kv=block_kv)
+    for token in range(0, block_kv + 1, min(page, block_kv)):
+        assert _per_head.place(x, token) % 128 == 0
+    places = [_per_head.place(x, token) for token in range(block_kv + 1)]
+    assert min(np.diff(places)) == 4 * K
 
 
 def test_sinks_read_before_the_keys_change_no_bit(rng):

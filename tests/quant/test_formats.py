@@ -185,6 +185,15 @@ def test_int8_far_zero_points_do_not_wrap(value):
     assert np.isfinite(float(s[0, 0])) and abs(int(azp[0, 0])) <= 2**30
 
 
+@pytest.mark.parametrize("width", [1, 32, 1024, 2600])
+def test_int8_products_are_exact(width, rng):
+    """Also where all products are largest, and more of them than a float32 adds up exactly."""
+    a, b = (rng.integers(-128, 128, (n, width)).astype(np.int8) for n in (5, 24))
+    a[0] = b[0] = -128
+    a[1] = 127
+    np.testing.assert_array_equal(int8.product(jnp.asarray(a), jnp.asarray(b)), a.astype(np.int64) @ b.T.astype(int))
+
+
 def test_int8_nan_is_zero_and_stays_in_its_place():
     x = jnp.array([[1.0, jnp.nan, -2.0]])
     assert int8.quantize(x)[0].tolist() == [[64, 0, -127]]
