@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn import _rope
@@ -43,13 +44,17 @@ def coefficients(
 
 
 def sinkhorn(logits: Float[Array, "N streams streams"], iters: int, eps: float) -> Float[Array, "N streams streams"]:
-    """A softmax of the rows, then columns, rows, columns ... are divided by their sums; ends with the columns."""
-    a = jax.nn.softmax(logits, -1) + eps
-    a = a / (a.sum(1, keepdims=True) + eps)
-    for _ in range(iters - 1):
+    """A softmax of the rows, then columns, rows, columns ... are divided by their sums; ends with the columns.
+
+    A loop of the compiler's: written out, XLA for GPUs takes most of a minute to compile it, each time it occurs.
+    """
+
+    def rows_and_columns(_, a):
         a = a / (a.sum(2, keepdims=True) + eps)
-        a = a / (a.sum(1, keepdims=True) + eps)
-    return a
+        return a / (a.sum(1, keepdims=True) + eps)
+
+    a = jax.nn.softmax(logits, -1) + eps
+    return lax.fori_loop(0, iters - 1, rows_and_columns, a / (a.sum(1, keepdims=True) + eps))
 
 
 def mix(

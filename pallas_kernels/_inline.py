@@ -67,7 +67,7 @@ def start(a: Any, b: Any, sums: jax.Array | None = None, over: jax.Array | None 
     n, kind = b.shape[0], jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     if _mosaic.interpreting() and a.dtype == jnp.uint8:
         codes = lax.bitcast_convert_type(a[...], b.dtype).astype(kind)
-        part = jnp.dot(codes, b[...].astype(kind).T)
+        part = jnp.dot(codes, b[...].astype(kind).T, precision="highest")
         return part if sums is None else sums + part
     if _mosaic.interpreting():
 

@@ -47,6 +47,12 @@ def load(folder: Path, dtype: torch.dtype):
     problems = {kind: names for kind, names in found.items() if names}
     if problems:
         raise RuntimeError(f"{folder}: transformers did not take the checkpoint as it is: {problems}")
+    for weight in model.parameters():
+        if weight.dtype.itemsize < dtype.itemsize:
+            weight.data = weight.data.to(dtype)  # transformers 5.17 leaves decoded MXFP4 in bfloat16
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.limit = config.swiglu_limit  # transformers 5.17 does not read it
     return model.eval()
 
 

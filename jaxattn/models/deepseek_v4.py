@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxattn import _checks
+from jaxattn import _checks, _products
 from jaxattn.models import _deepseek_v4_weights as weights
 from jaxattn.models._causal import stored_dtype
 from jaxattn.models.checkpoint import Checkpoint, CheckpointError, load
@@ -257,5 +257,4 @@ class DeepseekV4ForCausalLM(nnx.Module):
         return streams, self._logits(x if rows is None else x[rows])
 
     def _logits(self, x: Float[Array, "R M"]) -> Float[Array, "R V"]:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.einsum("rm,vm->rv", x, self.head[...], preferred_element_type=wide)
+        return _products.einsum("rm,vm->rv", x, self.head[...])

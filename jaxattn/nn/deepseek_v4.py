@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxattn import _checks, _latent_cache
+from jaxattn import _checks, _latent_cache, _products
 from jaxattn.nn.deepseek_v4_cache import TOKENS_PER_PAGE, WINDOW_PAGE, CompressorState, V4Batch, V4Cache
 from jaxattn.nn.linear import make_linear, project
 from jaxattn.nn.moe import Frozen
@@ -59,8 +59,7 @@ class Compressor(nnx.Module):
 
     def __call__(self, x: Float[Array, "N M"], table: Float[Array, "P Dr"], cache: CompressorState, batch: V4Batch):
         """Update `cache` with the states of these tokens and the entries that they end."""
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        kv, score = (jnp.matmul(x, w[...], preferred_element_type=wide) for w in (self.wkv, self.wgate))
+        kv, score = (_products.einsum("nm,mw->nw", x, w[...]) for w in (self.wkv, self.wgate))
         cache.entries[...], cache.state[...] = compressor(
             kv,
             score,
@@ -282,8 +281,7 @@ class DeepseekV4Attention(nnx.Module):
         N, dtype = len(o), self.q_norm.dtype
         if self.wo_a_scale is None:
             o = rope(o, positions, table, inverse=True).reshape(N, self.groups, self.wo_a.shape[2])
-            wide = jnp.promote_types(dtype, jnp.float32)
-            y = jnp.einsum("ngw,grw->ngr", o, self.wo_a[...], preferred_element_type=wide).astype(dtype)
+            y = _products.einsum("ngw,grw->ngr", o, self.wo_a[...]).astype(dtype)
         else:
             codes, scale = inv_rope_fp8_quant(o, positions, table, groups=self.groups)
             y = grouped_projection(codes, scale, self.wo_a[...], self.wo_a_scale[...], dtype=jnp.dtype(dtype).name)

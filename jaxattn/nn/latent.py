@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn import _checks
+from jaxattn import _checks, _products
 from jaxattn.nn.cache import KVPages, PagedBatch
 from jaxattn.nn.linear import make_linear, matrix, project
 from jaxattn.nn.norm import RMSNorm
@@ -217,7 +217,7 @@ class MLAttention(nnx.Module):
         """Attention in latent space (`forward_mqa` of vLLM)."""
         kv_b = self._kv_b()
         o = mla(
-            jnp.concatenate([einsum("nhd,rhd->nhr", nope, kv_b[..., : self.nope_dim]), rotated], -1),
+            jnp.concatenate([_einsum("nhd,rhd->nhr", nope, kv_b[..., : self.nope_dim]), rotated], -1),
             cache.rows[...],
             batch.page_table,
             batch.lengths,
@@ -228,7 +228,7 @@ class MLAttention(nnx.Module):
             cache_scale=None if cache.scale is None else cache.scale[...],
             implementation=self.implementation,
         )
-        return einsum("nhr,rhv->nhv", o, kv_b[..., self.nope_dim :])
+        return _einsum("nhr,rhv->nhv", o, kv_b[..., self.nope_dim :])
 
     def _expanded(self, q, rows, cache: LatentCache, batch: PagedBatch, chunk: int) -> Float[Array, "N H Dv"]:
         """Attention with keys and values of every head (`forward_mha`): new rows, then earlier ones in chunks."""
@@ -256,7 +256,7 @@ class MLAttention(nnx.Module):
 
     def _heads(self, rows: Float[Array, "S R+Dr"]) -> tuple[Float[Array, "S H D"], Float[Array, "S H Dv"]]:
         """Keys and values of every head from latents and rotated keys."""
-        kv = einsum("sr,rhd->shd", rows[:, : self.kv_rank], self._kv_b())
+        kv = _einsum("sr,rhd->shd", rows[:, : self.kv_rank], self._kv_b())
         shared = jnp.broadcast_to(rows[:, None, self.kv_rank :], (*kv.shape[:2], self.rope_dim))
         return jnp.concatenate([kv[..., : self.nope_dim], shared], -1), kv[..., self.nope_dim :]
 
@@ -275,12 +275,6 @@ class MLAttention(nnx.Module):
         return project(self.q_b_proj, q), latent
 
 
-def product(x: Float[Array, "N A"], w: Float[Array, "A B"]) -> Float[Array, "N B"]:
-    """`x w`, accumulated in float32 (float64 for float64), rounded to the dtype of `x` once."""
-    return einsum("na,ab->nb", x, w)
-
-
-def einsum(form: str, *operands: Any) -> Array:
-    """The same of any form."""
-    dtype = operands[0].dtype
-    return jnp.einsum(form, *operands, preferred_element_type=jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+def _einsum(form: str, x: Array, w: Array) -> Array:
+    """Products accumulated in float32 (float64 for float64), rounded to the dtype of `x` once."""
+    return _products.einsum(form, x, w).astype(x.dtype)

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxattn import _products
 from jaxattn.nn.quantized_linear import QuantizedLinear
 from jaxattn.quant import fp8
 from jaxattn.quant import primitives as p
@@ -32,7 +33,7 @@ def make_linear(
         format: of `QuantizedLinear`, whose weight is zero until it is loaded; None = `nnx.Linear`.
         ue8m0: of format "fp8_block".
         dtype: of parameters (unless quantized), inputs and outputs.
-        precision: of the product of `nnx.Linear`.
+        precision: of the product of `nnx.Linear`; None = float32 in full, unless `jax.default_matmul_precision` is set.
         rngs: source of the parameters.
     """
     if format is not None:
@@ -43,6 +44,7 @@ def make_linear(
         use_bias=use_bias,
         param_dtype=dtype,
         precision=precision,
+        dot_general=_products.dot_general,
         preferred_element_type=jnp.promote_types(dtype, jnp.float32),
         rngs=rngs,
     )

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxattn import _checks
+from jaxattn import _checks, _products
 from jaxattn.nn._moe_config import MoEConfig
 from jaxattn.ops import _expert_formats as formats
 from jaxattn.ops import routed_scaling as scaling
@@ -194,11 +194,9 @@ class FusedMoE(nnx.Module):
         """The shared experts, if any: one dense SwiGLU with the clamp of the routed ones."""
         if self.shared_w13 is None or self.shared_w2 is None:
             return None
-        wide = _logits_dtype(x)
-        how: dict[str, Any] = {"precision": "highest", "preferred_element_type": wide}
-        h = jnp.einsum("tm,fm->tf", x, self.shared_w13[...], **how).astype(x.dtype)
+        h = _products.einsum("tm,fm->tf", x, self.shared_w13[...]).astype(x.dtype)
         a = gated_activation(h, limit=self.config.limit)
-        return jnp.einsum("tf,mf->tm", a, self.shared_w2[...], **how).astype(x.dtype)
+        return _products.einsum("tf,mf->tm", a, self.shared_w2[...]).astype(x.dtype)
 
 
 def _logits_dtype(x):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
 from jaxattn.nn.attention import Rotary
+from jaxattn.nn.linear import make_linear
 from jaxattn.ops.attention import attention
 
 _OP = "Attention"
@@ -60,7 +61,8 @@ class Attention(nnx.Module):
             window: visible positions, the token itself included; None = all.
             softcap: bound of the scores.
             dtype: of parameters, inputs and outputs: bfloat16, float16, float32 or float64.
-            precision: of the projections' products; on a GPU float32 needs "highest" to be more than TF32.
+            precision: of the projections' products; None = float32 in full, unless `jax.default_matmul_precision` is
+                set.
             implementation: handed to `jaxattn.attention`.
             rngs: source of the parameters.
 
@@ -79,15 +81,7 @@ class Attention(nnx.Module):
         _checks.check_dtype(_OP, "dtype", jax.ShapeDtypeStruct((), dtype), _checks.FLOATS)
 
         def linear(inputs, outputs):
-            return nnx.Linear(
-                inputs,
-                outputs,
-                use_bias=use_bias,
-                param_dtype=dtype,
-                precision=precision,
-                preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-                rngs=rngs,
-            )
+            return make_linear(inputs, outputs, use_bias=use_bias, dtype=dtype, precision=precision, rngs=rngs)
 
         self.q_proj = linear(features, heads * head_dim)
         self.k_proj = linear(features, kv_heads * head_dim)

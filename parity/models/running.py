@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxattn.models import load_model
 from jaxattn.nn import FusedMoE
+from jaxattn.ops.router import gate_logits
 from parity import captures, judge, tolerances
 from parity.captures import Capture
 from parity.tolerances import Rule
@@ -176,11 +177,18 @@ def outputs(family: str, dtype: str) -> Arrays:
 
 
 @functools.cache
-def logits(family: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of both prompts; the second runs with rows behind it that it cannot see."""
+def both(family: str, dtype: str) -> tuple[Arrays, Arrays]:
+    """`whole` of both prompts; the second runs with rows behind it that it cannot see."""
     first, second = prompts(family)
-    padded = second + [0] * (len(first) - len(second))
-    return outputs(family, dtype)["logits"], whole(model(family, dtype), padded)["logits"][: len(second)]
+    n = len(second)
+    padded = whole(model(family, dtype), second + [0] * (len(first) - n))
+    return outputs(family, dtype), {name: x[:n] for name, x in padded.items()}
+
+
+def logits(family: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of both prompts."""
+    first, second = both(family, dtype)
+    return first["logits"], second["logits"]
 
 
 @_jit
@@ -217,25 +225,90 @@ def forced(model: Any, calls: Calls) -> Arrays:
 
 
 def compare(
-    ours: np.ndarray, theirs: np.ndarray, truth: np.ndarray, rule: Rule = tolerances.PROPAGATED
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    truth: np.ndarray,
+    rule: Rule = tolerances.PROPAGATED,
+    yardstick: judge.Yardstick | None = None,
 ) -> judge.Verdict:
-    """The verdict of a two-sided rule on tokens of a module."""
+    """The verdict of a two-sided rule on tokens of a module; `yardstick` has their known roundings, None = ours."""
     return judge.judge(
         rule,
         truth=truth,
         subject=ours,
         peer=theirs,
         names=("ours", "theirs"),
+        yardstick=yardstick,
         axes=("token", "feature"),
         slice_rank=1,
         details=False,
     )
 
 
-def verdicts(ours: Arrays, calls: Calls, truth: Arrays, rule: Rule = tolerances.PROPAGATED) -> dict[str, judge.Verdict]:
-    """Path -> verdict, for every module that was captured as well, in the order of the run."""
-    theirs = {path: returned(call) for path, call in calls.items()}
-    return {name: compare(ours[name], theirs[name], truth[name], rule) for name in truth if name in theirs}
+def verdicts(
+    ours: Arrays,
+    calls: Calls,
+    truth: Arrays,
+    rule: Rule = tolerances.PROPAGATED,
+    explained: Mapping[str, judge.Yardstick] | None = None,
+) -> dict[str, judge.Verdict]:
+    """Path -> verdict, for every module that was captured as well, in the order of the run.
+
+    `explained` has the yardsticks of modules that round at other places there.
+    """
+    theirs, explained = {path: returned(call) for path, call in calls.items()}, explained or {}
+    return {
+        name: compare(ours[name], theirs[name], truth[name], rule, explained.get(name))
+        for name in truth
+        if name in theirs
+    }
+
+
+def near_ties(family: str, ours: Arrays, truth: Arrays, calls: Calls) -> tuple[np.ndarray, list[str]]:
+    """Tokens that reach other experts than in the truth, or attend to such tokens, [N] bool; and a sentence for each.
+
+    A router's logits may be off by twice the largest error of transformers' (the default rule, on the first prompt's
+    run). Where they are not farther off and the truth's router, given them, chooses the same experts, the choice is
+    what rounding makes of a near tie, and what follows from it is no error of a product or a sum.
+
+    Args:
+        family: checkpoint.
+        ours: outputs of all modules (`whole`) in a narrow dtype.
+        truth: the same in float64.
+        calls: transformers' run of the first prompt in the narrow dtype.
+
+    Raises:
+        AssertionError: other experts without a near tie.
+    """
+    wide, bound = model(family, "float64"), outputs(family, "float64")
+    n = len(truth["logits"])
+    differ, sentences = np.zeros(n, bool), []
+    for i, layer in enumerate(wide.model.layers):
+        name = f"model.layers.{i}.mlp"
+        differ |= np.cumsum(differ) > 0  # this layer's attention handed on what the last one's experts changed
+        if f"{name}.route.1" not in truth:
+            continue
+
+        def logits(found, layer=layer, i=i):
+            mlp, x = layer.mlp, found[f"model.layers.{i}.post_attention_layernorm"]
+            with jax.enable_x64(True):
+                args = (None if w is None else w[...] for w in (mlp.gate, mlp.gate_bias))
+                return np.asarray(gate_logits(jnp.asarray(x, jnp.float64), *args))
+
+        router = calls[f"{name}.{'router' if family == 'gpt_oss' else 'gate'}"].outputs["y_0"].astype(np.float64)
+        most = 2 * np.abs(router - logits(bound)).max()
+        with jax.enable_x64(True):
+            x = jnp.asarray(ours[f"model.layers.{i}.post_attention_layernorm"], jnp.float64)
+            again = np.sort(np.asarray(layer.mlp.route(x)[1]), -1)
+        mine, true = (np.sort(found[f"{name}.route.1"], -1) for found in (ours, truth))
+        moved = np.abs(logits(ours) - logits(truth)).max(-1)
+        for row in np.flatnonzero((mine != true).any(-1) & ~differ):
+            what = f"{name}: token {row} reaches experts {mine[row].tolist()} instead of {true[row].tolist()}"
+            assert moved[row] <= most, f"{what}, its logits are off by {moved[row]:.3g}, {most:.3g} is allowed"
+            assert (again[row] == mine[row]).all(), f"{what}, which its own logits do not say"
+            sentences.append(f"{what}: a near tie, its logits are off by {moved[row]:.3g} of {most:.3g}")
+            differ[row] = True
+    return differ, sentences
 
 
 def steps(family: str, dtype: str, plan: Sequence[Sequence[int]], rows: int) -> list[np.ndarray]:

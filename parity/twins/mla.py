@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.twins import _latent, _tensor_core
+from parity.twins import _latent, _sums, _tensor_core
 
 type Args = dict[str, Any]
 type Arrays = dict[str, np.ndarray]
@@ -56,12 +56,12 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
             if on.tensor_core:
                 s = _tensor_core.scores(q[n], k, **_tensor_core.BF16).astype(work) * work(args["scale"])
             else:
-                s = q[n, :, :width].astype(work) @ k[:, :width].T * work(args["scale"] * on.scale)
+                s = _sums.product(q[n, :, :width].astype(work), k[:, :width].T) * work(args["scale"] * on.scale)
             m = s.max(1, keepdims=True)
             e = np.exp(s - m)
             p = e if wide else e.astype(q.dtype).astype(work)
             v = k[:, -Dv:] if on.value_last else k[:, :Dv]
-            o[n] = p @ v / e.sum(1, keepdims=True)
+            o[n] = _sums.product(p, v) / e.sum(1, keepdims=True)
             lse[n] = np.log(e.sum(1)) + m[:, 0]
     lse = lse / np.log(work(2)) if on.base2 else lse
     return {"o": o if wide else o.astype(q.dtype)} | ({"lse": lse.astype(work)} if args.get("return_lse") else {})

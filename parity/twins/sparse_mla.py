@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.twins import _latent, _tensor_core
+from parity.twins import _latent, _sums, _tensor_core
 
 type Args = dict[str, Any]
 type Arrays = dict[str, np.ndarray]
@@ -56,7 +56,7 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
         if on.tensor_core:
             s = _tensor_core.scores(q[n], keys, **_tensor_core.BF16).astype(work) * work(factor)
         else:
-            s = q[n].astype(work) @ keys.T * work(factor)
+            s = _sums.product(q[n].astype(work), keys.T) * work(factor)
         m = s.max(1)
         sink = np.full(H, -np.inf) if sinks is None or on.no_sink else sinks.astype(work)
         with np.errstate(over="ignore"):
@@ -64,7 +64,7 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
             total = e.sum(1)
             whole = total + np.exp((sink - m).astype(work))
             p = e if wide else e.astype(q.dtype).astype(work)
-            o[n] = np.where(np.isinf(whole)[:, None], 0, p @ keys[:, :Dv] / whole[:, None])
+            o[n] = np.where(np.isinf(whole)[:, None], 0, _sums.product(p, keys[:, :Dv]) / whole[:, None])
         lse[n], top[n] = np.log(whole if on.sink_in_lse else total) + m, m
     lse = lse / np.log(work(2)) if on.base2 else lse
     out = {"o": o if wide else o.astype(q.dtype)}
