@@ -26,6 +26,8 @@ STEPS = 4096.0
 _FROM = 20.0
 """From here on softplus(x) is x."""
 _LARGE = 3.4028234663852886e38
+_TINY = 2.0**-126
+"""The smallest normal number; less may be 0."""
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -147,8 +149,10 @@ def router(
         number = part * width + inside
         x = struck(x, number >= real) if filled else x
         scores = _scores(x, scoring, most, spread, layout, exact=not renormalize)
-        choice = scores
-        if bias is not None:
+        if bias is None:
+            rest = jnp.maximum(x - spread(most(x)), -_LARGE) if scoring == "softmax" else x
+            choice = jnp.where(scores < _TINY, rest, scores)
+        else:
             choice = _finite(scores + plgpu.load(bias_ref[0], layout=layout, optimized=False))
         choice = struck(choice, number >= real) if filled else choice
         if num_groups > 1:

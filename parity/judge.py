@@ -165,7 +165,7 @@ def floors(truth: np.ndarray, dtype: Any, slice_rank: int) -> dict[tuple[str, st
     out = {("rounding", s): v for s, v in metrics.rounding(truth, dtype, slice_rank).items()}
     out |= {("peak", s): float(ml_dtypes.finfo(dtype).eps) * largest for s in ("rms", "max")}
     unit = float(metrics.ulp(np.asarray(largest), np.float32))
-    logarithm = 1.5 * unit + 2 * 2**-22.5
+    logarithm = 1.5 * unit + 2 * tolerances.SPECIAL
     for floor, most in (("logarithm", logarithm), ("products", logarithm + tolerances.LATENT_STEPS / 3 * unit)):
         out |= {(floor, "max"): most, (floor, "rms"): most / 2}
     return out

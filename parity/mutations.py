@@ -88,18 +88,19 @@ def find(mechanism: str) -> Faults:
     return importlib.import_module(name).FAULTS
 
 
-def every(mechanism: str, stored: Sequence[tuple[Path, str]]) -> list[Mutant]:
+def every(mechanism: str, stored: Sequence[tuple[Path, str]], own: bool = True) -> list[Mutant]:
     """All faults of a mechanism, on captures and on its own cases; what a process of a pool does.
 
     Args:
         mechanism: its name.
         stored: (file, case) of each capture.
+        own: plant them on the mechanism's own cases too.
     """
     files = dict.fromkeys(path for path, _ in stored)
     found = [c for path in files for c in captures.read(path) if (path, c.case) in stored]
     # many small references, which a GPU would only compile
     with jax.default_device(jax.devices("cpu")[0]):
-        return run([registry.find(mechanism)], found) + contract(registry.find(mechanism))
+        return run([registry.find(mechanism)], found) + (contract(registry.find(mechanism)) if own else [])
 
 
 def run(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list[Mutant]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxattn import registry
 from jaxattn.registry import MECHANISMS
-from parity import cases, tolerances, triangle
+from parity import cases, few, tolerances, triangle
 from parity.captures import Capture
 from parity.triangle import Result
 
@@ -79,6 +79,31 @@ def test_without_a_kernel_nothing_is_a_pass(loaded):
     for comparison in ("reference_vs_kernel", "capture_vs_kernel"):
         assert by_edge[comparison].status == "not_run"
         assert by_edge[comparison].reason == "backend 'reference' runs no kernel"
+
+
+def test_few_interprets_each_kernel_on_the_first_capture_that_it_supports(loaded, monkeypatch):
+    ours = [(m, c) for m, c in triangle.pair(MECHANISMS, loaded) if m.name in ("router", "merge_states", "unpermute")]
+    found = few.left_out(ours)
+    kept = [(m.name, c.case) for (m, c), why in zip(ours, found, strict=True) if not why]
+    routed = [c.case for m, c in ours if m.name == "router" and "table" not in c.inputs]
+    first = next(c.case for m, c in ours if m.name == "merge_states")
+    unsupported = {("router", "router_hash_wide"), ("unpermute", "permute_unpermute_empty_experts")}
+    assert {("router", routed[0]), ("merge_states", first)} | unsupported == set(kept)
+    assert set(found) == {"", few.REASON}
+    ran = []
+    monkeypatch.setattr(triangle, "compare", lambda m, c, backend, why: ran.append((c.case, bool(why))) or [])
+    triangle.run([registry.find("merge_states")], loaded, "interpret", full=False)
+    assert [left for _, left in ran] == [False, True]
+    ran.clear()
+    triangle.run([registry.find("merge_states")], loaded, "interpret")
+    assert [left for _, left in ran] == [False, False]
+
+
+def test_what_is_left_out_is_not_run_and_says_so(loaded):
+    mechanism, capture = next((m, c) for m, c in triangle.pair(MECHANISMS, loaded) if m.name == "eplb")
+    results = triangle.compare(mechanism, capture, "interpret", few.REASON)
+    assert {(r.comparison == "capture_vs_reference", r.status) for r in results} == {(True, "pass"), (False, "not_run")}
+    assert {r.reason for r in results if r.status == "not_run"} == {few.REASON}
 
 
 def test_an_unknown_backend_is_named():

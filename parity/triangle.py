@@ -26,7 +26,7 @@ import numpy as np
 from jaxattn import registry
 from jaxattn._mechanism import Mechanism
 from pallas_kernels import _mosaic
-from parity import captures, cases, execution, judge, sharing, tolerances
+from parity import captures, cases, execution, few, judge, sharing, tolerances
 
 if TYPE_CHECKING:
     from parity.captures import Capture
@@ -91,6 +91,7 @@ def run(
     backend: str = "auto",
     progress: Progress | None = None,
     jobs: int = 1,
+    full: bool = True,
 ) -> list[Result]:
     """Judge every capture that belongs to one of the mechanisms, cheap cases first.
 
@@ -102,6 +103,7 @@ def run(
         progress: called as `progress(done, total, case)` before each case and once at the end.
         jobs: processes that share the cases (most of the time goes into compiling); for mechanisms of the registry
             only. With several, the times of kernels on a GPU are taken while others run.
+        full: interpret the kernels on every case, not on one each, see `parity.few`; compiled ones always run.
 
     Returns:
         Three results per output of each case. An exception in a case becomes a failed result.
@@ -112,12 +114,13 @@ def run(
     backend = resolve(backend)
     pairs = sorted(pair(mechanisms, captures), key=lambda p: sum(x.nbytes for x in p[1].inputs.values()))
     results: list[Result] = []
+    left_out = few.left_out(pairs) if backend == "interpret" and not full else [""] * len(pairs)
     with sharing.workers(min(jobs, len(pairs))) as pool:
         waiting = [
-            pool.submit(_elsewhere, m.name, c.path, c.case, backend).result
+            pool.submit(_elsewhere, m.name, c.path, c.case, backend, why).result
             if pool
-            else functools.partial(compare, m, c, backend)
-            for m, c in pairs
+            else functools.partial(compare, m, c, backend, why)
+            for (m, c), why in zip(pairs, left_out, strict=True)
         ]
         for i, ((_, capture), done) in enumerate(zip(pairs, waiting, strict=True)):
             if progress is not None:
@@ -128,9 +131,9 @@ def run(
     return results
 
 
-def _elsewhere(mechanism: str, path: Path, case: str, backend: str) -> list[Result]:
+def _elsewhere(mechanism: str, path: Path, case: str, backend: str, left_out: str) -> list[Result]:
     capture = next(c for c in captures.read(path) if c.case == case)
-    return compare(registry.find(mechanism), capture, backend)
+    return compare(registry.find(mechanism), capture, backend, left_out)
 
 
 def resolve(backend: str) -> str:
@@ -152,8 +155,11 @@ def pair(mechanisms: Iterable[Mechanism], captures: Iterable["Capture"]) -> list
     return [(m, c) for m in mechanisms for c in captures if any(fnmatch.fnmatchcase(c.name, p) for p in m.captures)]
 
 
-def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Result]:
-    """The triangle of one case: three results per captured output; exceptions become failed results."""
+def compare(mechanism: Mechanism, capture: "Capture", backend: str, left_out: str = "") -> list[Result]:
+    """The triangle of one case: three results per captured output; exceptions become failed results.
+
+    `left_out` says why the kernel does not run here; "" = it does.
+    """
     outputs = capture.outputs
     try:
         adapter = cases.find(mechanism.name)
@@ -171,7 +177,10 @@ def compare(mechanism: Mechanism, capture: "Capture", backend: str) -> list[Resu
             for output in outputs
             for comparison in COMPARISONS
         ]
-    kernel = execution.run_kernel(mechanism, args, backend)
+    if left_out:
+        kernel = execution.Outcome(None, "not_run", left_out)
+    else:
+        kernel = execution.run_kernel(mechanism, args, backend)
     if kernel.outputs is not None:
         kernel = dataclasses.replace(kernel, outputs=adapter.convention(capture, kernel.outputs))
     results = []

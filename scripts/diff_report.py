@@ -1,6 +1,6 @@
 """Compare references and kernels with captured outputs of vLLM and torch, and write the numeric diff report.
 
-python scripts/diff_report.py [--captures DIR]... [--mechanism M]... [--backend auto|reference|interpret|gpu] --out DIR
+python scripts/diff_report.py [--captures DIR]... [--mechanism M]... [--backend B] [--full] --out DIR
 python scripts/diff_report.py --diff OLD.json NEW.json [--out DIR]
 
 Exit code: 0 everything that was compared passes, 1 a failure (or a planted fault that the judge missed), 2 nothing was
@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.diff:
             return _diff(*args.diff, args.step, args.out, console)
+        full = args.full or bool(args.mechanism)
         report = judge(
-            args.captures, args.mechanism, args.backend, mutations=args.mutations, jobs=args.jobs, console=errors
+            args.captures, args.mechanism, args.backend, args.mutations, full=full, jobs=args.jobs, console=errors
         )
     except (schema.ReportError, UsageError) as e:
         errors.print(f"diff_report: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -55,7 +56,14 @@ class UsageError(ValueError):
 
 
 def judge(
-    directories: Sequence[Path], names: Sequence[str], backend: str, *, mutations: bool, jobs: int = 1, console: Console
+    directories: Sequence[Path],
+    names: Sequence[str],
+    backend: str,
+    mutations: bool,
+    *,
+    full: bool = True,
+    jobs: int = 1,
+    console: Console,
 ) -> schema.Report:
     """Judge the shipped captures and those of `directories`.
 
@@ -64,6 +72,7 @@ def judge(
         names: mechanisms to judge, empty for all.
         backend: `auto`, `reference`, `interpret` or `gpu`.
         mutations: whether to test the judge too.
+        full: without a GPU, interpret the kernels on every capture, and test the judge on the mechanisms' own cases.
         jobs: processes that share the cases.
         console: where the progress bar goes.
 
@@ -79,9 +88,10 @@ def judge(
     except ValueError as e:
         raise UsageError(str(e)) from e
     with _progress(console) as advance:
-        results = triangle.run(chosen, loaded, backend, lambda *state: advance("comparing", *state), jobs)
+        results = triangle.run(chosen, loaded, backend, lambda *state: advance("comparing", *state), jobs, full)
         untested = {m.name: "left out by --no-mutations" for m in chosen}
-        tested = _mutations(chosen, loaded, advance, jobs) if mutations else schema.mutations([], untested)
+        own = full or triangle.resolve(backend) != "interpret"
+        tested = _mutations(chosen, loaded, advance, jobs, own) if mutations else schema.mutations([], untested)
     claimed = {capture.name: capture.params for _, capture in triangle.pair(chosen, loaded)}
     return schema.complete(
         triangle.report(results, loaded, backend),
@@ -107,8 +117,13 @@ def write(report: schema.Report, out: Path) -> list[Path]:
     return paths
 
 
-def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[..., None], jobs: int) -> dict[str, Any]:
-    """Plant the known faults of every mechanism that has captures, and count what the judge catches."""
+def _mutations(
+    chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[..., None], jobs: int, own: bool
+) -> dict[str, Any]:
+    """Plant the known faults of every mechanism that has captures, and count what the judge catches.
+
+    `own`: also in kernels on the mechanisms' own cases, whose references take long to compile.
+    """
     from parity import mutations, sharing, triangle
 
     stored: dict[str, list[tuple[Path, str]]] = {}
@@ -124,13 +139,15 @@ def _mutations(chosen: Sequence[Any], loaded: Sequence[Any], advance: Callable[.
     mutants = []
     with sharing.workers(min(jobs, len(stored))) as pool:
         waiting = [
-            pool.submit(mutations.every, *one).result if pool else functools.partial(mutations.every, *one)
+            pool.submit(mutations.every, *one, own).result if pool else functools.partial(mutations.every, *one, own)
             for one in stored.items()
         ]
         for i, (name, done) in enumerate(zip(stored, waiting, strict=True)):
             advance("testing the judge", i, len(stored), name)
             mutants += done()
     advance("testing the judge", len(stored), len(stored), "")
+    if not own:
+        untested["kernels on the mechanisms' own cases"] = "left out to save time; --full plants faults there too"
     return schema.mutations([m.to_json() for m in mutants], untested)
 
 
@@ -180,6 +197,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mechanism", action="append", default=[], metavar="M", help="only this one; repeatable")
     parser.add_argument("--backend", choices=("auto", "reference", "interpret", "gpu"), default="auto")
     parser.add_argument("--no-mutations", dest="mutations", action="store_false", help="do not test the judge itself")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="without a GPU: interpret kernels on every capture, not on one each, as with --mechanism; takes long",
+    )
     parser.add_argument(
         "--jobs", type=int, default=min(os.cpu_count() or 1, 16), metavar="N", help="processes (default: %(default)s)"
     )

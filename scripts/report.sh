@@ -7,8 +7,8 @@ usage() {
 usage: scripts/report.sh [--python PATH] [ARGUMENT OF scripts/diff_report.py]...
 
 Runs scripts/diff_report.py on the shipped captures and writes report.html, report.md and report.json to report/
-(another folder: --out DIR). Without a GPU it runs the references and interpreted kernels, with one the compiled
-kernels. --captures DIR (repeatable) adds captures, --mechanism NAME selects one, --python PATH uses that interpreter
+(another folder: --out DIR). Without a GPU it runs the references and interprets each kernel on one capture (--full: on
+all), with one it runs the compiled kernels. --captures DIR (repeatable) adds captures, --mechanism NAME selects one, --python PATH uses that interpreter
 as it is. Exit code 0: all pass, 1: a failure, 2: nothing was compared, 3: no environment.
 TXT
 }

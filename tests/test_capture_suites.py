@@ -1,5 +1,6 @@
 """The cases of `scripts/capture_vllm.py` without a GPU: they can be listed, and are what the parity suite reads."""
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,21 @@ def test_the_files_leave_room(blank):
     names = {path.name for path in directory.iterdir()}
     others = [path for path in SHIPPED.glob("*.safetensors") if path.name not in names]
     assert sum(path.stat().st_size for path in (*others, *directory.iterdir())) <= 4 * 2**20
+
+
+def test_every_case_is_shipped_and_of_one_commit():
+    found = [c for c in captures.load([SHIPPED]) if c.provenance["producer"] == "vllm"]
+    assert {c.name for c in found} == {f"{r.family}/{r.name}" for r in VLLM.cases}
+    assert len({c.provenance["commit"] for c in found}) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_inputs_are_those_that_are_shipped(name):
+    recipe = CALLS[name]
+    (shipped,) = (c for c in captures.read(SHIPPED / f"vllm-{recipe.family}.safetensors") if c.case == recipe.name)
+    digest = hashlib.sha256(f"{shipped.provenance['seed']}/{name}".encode()).digest()
+    for key, x in recipe.run.inputs(np.random.default_rng(list(digest))).items():
+        assert x.tobytes() == shipped.inputs[key].tobytes(), key
 
 
 @pytest.mark.parametrize("name", CALLS)

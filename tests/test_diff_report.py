@@ -373,6 +373,21 @@ def test_command_writes_three_files_and_exits(judged, tmp_path, capsys, results,
     assert report["summary"] == schema.summary(report["results"])
 
 
+@pytest.mark.parametrize(
+    ("more", "full"),
+    [([], False), (["--full"], True), (["--mechanism", "merge_states"], True), (["--backend", "reference"], False)],
+)
+def test_command_leaves_out_what_takes_long_and_says_so(judged, monkeypatch, tmp_path, capsys, more, full):
+    judged(triangle_of("paged_good"))
+    asked = []
+    monkeypatch.setattr(triangle, "run", lambda *a: asked.append(a[-1]) or triangle_of("paged_good"))
+    monkeypatch.setattr(triangle, "resolve", lambda backend: "interpret" if backend == "auto" else backend)
+    diff_report.main([*more, "--jobs", "1", "--out", str(tmp_path)])
+    assert asked == [full]
+    left_out = "the mechanisms' own cases" in " ".join(capsys.readouterr().out.split())
+    assert left_out == (not full and "reference" not in more)
+
+
 def test_command_repeats_failures_with_reason_and_repro(judged, tmp_path, capsys):
     results = triangle_of("paged_row", fault=zero_row)
     judged(results)

@@ -98,7 +98,7 @@ def activate(
     gate = p.divide(gate, 1 + jnp.exp(-(gate * alpha)))
     if kind == "silu" and not fused and x.dtype != jnp.float64:
         gate = _exact.rounded(gate, x.dtype)
-    return gate * (up + beta)
+    return gate * (up + beta if beta else up)  # -0 + 0 would lose a sign
 
 
 def _reference(x, *, kind, limit, alpha, beta):

@@ -17,6 +17,8 @@ _OP = "router"
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 _FROM = 20.0
 """From here on softplus(x) is x."""
+_STEPS = 4096.0
+"""Multiples of its inverse up to 512 add up in float32 without rounding."""
 
 type Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -41,7 +43,8 @@ def router(
         score  = softmax(x) | sigmoid(x) | sqrt(softplus(x))        over the E logits x of a token, float32
         choice = score + bias                                       selects; weights never see the bias
         group  = sum of its two best choices (with a bias) | its best choice (without)
-        ids    = the A largest choices within the `kept_groups` best groups, descending; ties to the lowest id
+        ids    = the A largest choices within the `kept_groups` best groups, descending; ties to the lowest id;
+                 without a bias, scores too small for a normal number follow by their logits
         weight = score[ids] / sum(score[ids]) * scaling             no division without `renormalize`
 
     With `table` the ids are `table[tokens]` instead (hash routing of DeepSeek-V4's first layers).
@@ -154,14 +157,26 @@ def prepare(
     }
 
 
-def _scores(x, scoring):
-    """float32 (or float64) scores; finite for every input."""
+def _scores(x, scoring, exact):
+    """float32 (or float64) scores; finite for every input. `exact`: their common divisor is rounded but once."""
     if scoring == "softmax":
         e = jnp.exp(x - jnp.max(x, -1, keepdims=True, initial=jnp.finfo(x.dtype).min))
-        return p.divide(e, jnp.sum(e, -1, keepdims=True))
+        return p.divide(e, _total(e) if exact else jnp.sum(e, -1, keepdims=True))
     if scoring == "sigmoid":
         return jax.nn.sigmoid(x)
     return jnp.sqrt(jnp.where(x > _FROM, x, jnp.log1p(jnp.exp(jnp.minimum(x, _FROM)))))
+
+
+def _total(e):
+    """Sum of numbers up to 1, rounded once: whole steps add up exactly in any order, and what remains is small."""
+    whole = jnp.floor(e * _STEPS) * (1 / _STEPS)
+    return jnp.sum(whole, -1, keepdims=True) + jnp.sum(e - whole, -1, keepdims=True)
+
+
+def _choice(scores, x, scoring):
+    """Scores to choose by without a bias: below the smallest normal number, where CPUs have 0, the logits decide."""
+    rest = x - jnp.max(x, -1, keepdims=True, initial=jnp.finfo(x.dtype).min) if scoring == "softmax" else x
+    return jnp.where(scores < jnp.finfo(x.dtype).tiny, _finite(rest), scores)
 
 
 def _finite(x):
@@ -177,11 +192,12 @@ def _top(x, count):
 def _reference(logits, *, top_k, scoring, renormalize, scaling, bias, num_groups, kept_groups, tokens, table):
     """The formula of the docstring."""
     T, E = logits.shape
-    scores = _scores(_finite(logits), scoring)
+    logits = _finite(logits)
+    scores = _scores(logits, scoring, exact=not renormalize)
     if table is not None:
         ids = table[tokens]
     else:
-        choice = scores if bias is None else _finite(scores + bias)
+        choice = _choice(scores, logits, scoring) if bias is None else _finite(scores + bias)
         if num_groups > 1:
             parts = choice.reshape(T, num_groups, E // num_groups)
             best = jax.lax.top_k(parts, min(2, E // num_groups) if bias is not None else 1)[0]

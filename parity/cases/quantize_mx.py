@@ -29,11 +29,14 @@ def _is_nvfp4(capture: "Capture") -> bool:
 def convention(capture: "Capture", outputs: Arrays) -> Arrays:
     """NVFP4 codes and scales as the float32 numbers they stand for; MXFP8 with its dequantized numbers in bfloat16.
 
-    Float64 codes, those of the truth, are rounded to the format before they are dequantized.
+    vLLM's emulation of NVFP4 multiplies magnitudes with `torch.sign(x)`, which is +0 for a number that is -0; one that
+    becomes zero only by rounding keeps its sign there too. Float64 codes, those of the truth, are rounded to the format
+    before they are dequantized.
     """
     if _is_nvfp4(capture):
-        values = p.from_e2m1(nvfp4.unpack(jnp.asarray(outputs["q"])))
-        return {"q": np.asarray(values), "scale": outputs["scale"].astype(np.float32)}
+        values = np.asarray(p.from_e2m1(nvfp4.unpack(jnp.asarray(outputs["q"]))))
+        unsigned = np.where(capture.inputs["x"] == 0, np.abs(values), values)
+        return {"q": unsigned, "scale": outputs["scale"].astype(np.float32)}
     codes = outputs["q"].astype(ml_dtypes.float8_e4m3fn)
     back = mx.dequantize(jnp.asarray(codes), jnp.asarray(outputs["scale"]), dtype="bfloat16")
     return outputs | {"dequant": np.asarray(back)}

@@ -41,16 +41,23 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
 
 
 def explain(capture: "Capture", args: dict[str, Any]) -> Explained | None:
-    """`log(1 + exp(x))` where we have `log1p`: a small exp loses bits against the 1."""
-    if args["scoring"] != "sqrtsoftplus":
+    """Weights times the inverse of a sum; `sqrtsoftplus` by intrinsics; a bias added to a score and subtracted again.
+
+    What vLLM computes with a bias is repeated to the bit but for four of 20 weights, softmax of equal logits entirely.
+    """
+    if "n_group" in capture.params or args["scoring"] == "sigmoid":
         return None
     host = {name: np.asarray(x) if hasattr(x, "shape") else x for name, x in args.items()}
-    note = (
-        "softplus is log(1 + exp(x)) in float32, which loses the low bits of small scores: "
-        "https://github.com/vllm-project/vllm/blob/main/csrc/moe/topk_softplus_sqrt_kernels.cu"
-    )
-    rounded = twin.run(host, False, twin.Switches(plain_log=True))
-    return Explained(note=note, rounded={"weights": rounded["weights"]}, wide=twin.run(host, True))
+    softplus, bias = args["scoring"] == "sqrtsoftplus", "bias" in args
+    on = twin.Switches(reciprocal=True, plain_log=softplus, worst_log=softplus and not bias, recovered=bias)
+    notes = ["weights are multiplied with the inverse of their sum"]
+    if softplus:
+        notes.append("softplus is __logf(1 + __expf(x)), which loses the low bits of small scores")
+    if bias:
+        notes.append("scores are what is left of score + bias when the bias is subtracted")
+    file = "topk_softplus_sqrt_kernels.cu" if softplus else "topk_softmax_kernels.cu"
+    note = f"{'; '.join(notes)}: https://github.com/vllm-project/vllm/blob/main/csrc/libtorch_stable/moe/{file}"
+    return Explained(note=note, rounded={"weights": twin.run(host, False, on)["weights"]}, wide=twin.run(host, True))
 
 
 ADAPTER = Adapter(

@@ -14,8 +14,8 @@ _WHAT = {
 
 
 def _second(args) -> bool:
-    """The capture ends before the second quantization."""
-    return args["x"].shape[1] < 512
+    """A capture ends before the second quantization; the experts that its adapter makes up are all alike."""
+    return args["w13"].min() != args["w13"].max()
 
 
 FAULTS = Faults(

@@ -48,5 +48,5 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
         gate = gate / (1 + np.exp(-gate * (work(1) if on.no_alpha else alpha)))
     if not oai and not wide:
         gate = gate.astype(args["x"].dtype).astype(work)
-    o = gate * (up if on.no_beta else up + beta) * work(on.gain)
+    o = gate * (up if on.no_beta or not beta else up + beta) * work(on.gain)
     return {"o": o.astype(work if wide else args["x"].dtype)}

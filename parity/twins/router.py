@@ -6,6 +6,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from parity import tolerances
+
 type Args = dict[str, Any]
 type Arrays = dict[str, np.ndarray]
 
@@ -15,7 +17,13 @@ class Switches:
     """Departures from the op; the default has none."""
 
     plain_log: bool = False
-    """softplus as `log(1 + exp(x))`."""
+    """softplus as `log(1 + exp(x))`, both through base 2 as the intrinsics `__logf` and `__expf` of CUDA are."""
+    worst_log: bool = False
+    """The logarithm of `plain_log` is off by all that the special function unit may be, up and down in turn."""
+    reciprocal: bool = False
+    """Numbers are multiplied with the inverse of their sum instead of divided by it."""
+    recovered: bool = False
+    """Scores are what is left of the choices when the bias is subtracted again."""
     biased_weights: bool = False
     """The bias goes into the weights."""
     no_bias: bool = False
@@ -47,12 +55,18 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
     """`weights` and `ids` from the op's arguments as numpy arrays."""
     dtype = np.float64 if wide else np.float32
     logits = args["logits"].astype(dtype)
-    scores = _scores(logits, args.get("scoring", "softmax"), on)
+    scoring = args.get("scoring", "softmax")
+    scores = _scores(logits, scoring, on)
     if on.rounded:
         scores = scores.astype(ml_dtypes.bfloat16).astype(dtype)
     bias = args.get("bias")
     biased = scores if bias is None else scores + bias.astype(dtype)
     choice = scores if on.no_bias else biased
+    if bias is None:  # what underflows in float32 keeps its order
+        rest = logits - logits.max(-1, keepdims=True) if scoring == "softmax" else logits
+        choice = np.where(scores < np.finfo(dtype).tiny, rest, choice)
+    if on.recovered and bias is not None:
+        scores = biased - bias.astype(dtype)
     k = args["top_k"]
     if args.get("table") is not None:
         ids = args["table"][np.roll(args["tokens"], -1) if on.next_token else args["tokens"]]
@@ -72,10 +86,15 @@ def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
         ids[:, -1] = ids[:, -2] if k > 1 else (ids[:, -1] + 1) % scores.shape[1]
     source = logits if on.raw else biased if on.biased_weights else scores
     weights = np.take_along_axis(source, ids, -1)
+    scaling = dtype(1 if on.no_scaling else args.get("scaling", 1.0))
     if args.get("renormalize", True) and not on.no_sum:
         total = weights.sum(-1, keepdims=True, dtype=dtype)
-        weights = weights / np.where(total > 0, total, dtype(1))
-    weights = weights * dtype(1 if on.no_scaling else args.get("scaling", 1.0))
+        total = np.where(total > 0, total, dtype(1))
+        if on.reciprocal:
+            scaling = scaling / total
+        else:
+            weights = weights / total
+    weights = weights * scaling
     return {"weights": weights.astype(dtype), "ids": ids.astype(np.int32)}
 
 
@@ -84,9 +103,31 @@ def _scores(x, scoring, on):
     with np.errstate(over="ignore"):
         if scoring == "softmax":
             e = np.exp(x - x.max(-1, keepdims=True))
-            return e / e.sum(-1, keepdims=True)
+            if on.reciprocal:
+                return e * (one / _lanes(e))
+            return e / e.sum(-1, keepdims=True, dtype=np.float64).astype(x.dtype)
         if scoring == "sigmoid":
             return one / (one + np.exp(-x))
-        small = np.exp(np.minimum(x, 20))
-        soft = np.where(x > 20, x, np.log(one + small) if on.plain_log else np.log1p(small)).astype(x.dtype)
+        soft = _base_two(np.minimum(x, 20), on.worst_log) if on.plain_log else np.log1p(np.exp(np.minimum(x, 20)))
+        soft = np.where(x > 20, x, soft).astype(x.dtype)
         return soft if on.no_root else np.sqrt(soft)
+
+
+def _lanes(e):
+    """Sums as vLLM's kernel adds them: four neighbours in turn in each lane, then halves of the lanes."""
+    total = sum(e[:, i::4] for i in range(4))
+    while total.shape[1] % 2 == 0:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total.sum(-1, keepdims=True, dtype=e.dtype)
+
+
+def _base_two(x, worst):
+    """`__logf(1 + __expf(x))`: the argument of the one and the result of the other are rounded products."""
+    kind = x.dtype.type
+    small = np.exp2((x * kind(np.log2(np.e))).astype(np.float64)).astype(kind)
+    found = np.log2((kind(1) + small).astype(np.float64))
+    if worst:
+        found += tolerances.SPECIAL * np.maximum(found, 1) * (1 - 2 * (np.arange(x.shape[-1]) % 2))
+        found = np.maximum(found, 0)
+    return found.astype(kind) * kind(np.log(2))

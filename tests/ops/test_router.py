@@ -65,6 +65,18 @@ def test_bc29_zeroing_the_bias_changes_the_experts_not_the_scores(rng):
             assert [found[i] for i in ids[t].tolist()] == weights[t].tolist()
 
 
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+@pytest.mark.parametrize(("scoring", "low"), [("softmax", 0.0), ("sigmoid", -120.0), ("sqrtsoftplus", -240.0)])
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "kept_groups": 6}])
+def test_scores_that_underflow_keep_the_order_of_their_logits(implementation, scoring, low, groups):
+    with _mosaic.interpret() if implementation == "mosaic" else contextlib.nullcontext():
+        logits = low + jnp.zeros((3, 32)).at[:, 5].set(110.0).at[:, 21].set(7.0).at[:, 9].set(2.0).at[:, 30].set(3.0)
+        logits = logits.at[2, 17].set(-jnp.inf)
+        weights, ids = router(logits, top_k=4, scoring=scoring, implementation=implementation, **groups)
+    assert ids.tolist() == [[5, 21, 30, 9]] * 3
+    assert jnp.isfinite(weights).all()
+
+
 @pytest.mark.parametrize("groups", [{}, {"num_groups": 4, "kept_groups": 2}])
 def test_ties_go_to_the_lowest_id(groups):
     assert router(jnp.zeros((2, 16)), top_k=5, **groups)[1].tolist() == [[0, 1, 2, 3, 4]] * 2
