@@ -54,13 +54,7 @@ def run(x: Plan, r: Any) -> None:
     @pl.when(warpgroup == READERS)
     def _():
         plgpu.set_max_registers(producing, action="decrease")
-        find = _work.share if x.config.num_shares is not None else _work.splits
-        counts = find(x, r, functools.partial(_produce, x, r), (i32(0), i32(0), i32(0)))
-        at = counts[0] & (TOLD - 1)
-        r.told[at, 0] = i32(0)
-        plgpu.barrier_arrive(r.told_bar.at[at])
-        if x.interpreted or x.config.pair:
-            _drain(r, counts)
+        produce(x, r)
 
     @pl.when(warpgroup < READERS)
     def _():
@@ -70,6 +64,17 @@ def run(x: Plan, r: Any) -> None:
 
 
 # ---------------------------------------------------------------- producer
+def produce(x: Plan, r: Any) -> None:
+    """All that the producer does."""
+    find = _work.share if x.config.num_shares is not None else _work.splits
+    counts = find(x, r, functools.partial(_produce, x, r), (i32(0), i32(0), i32(0)))
+    at = counts[0] & (TOLD - 1)
+    r.told[at, 0] = i32(0)
+    plgpu.barrier_arrive(r.told_bar.at[at])
+    if x.interpreted or x.config.pair:
+        _drain(r, counts)
+
+
 def _produce(x: Plan, r: Any, item: _work.Item, counts):
     """Tell the readers of an item and fetch its data; `counts` of items so far, and of blocks of each place."""
     items, *used = counts
@@ -93,10 +98,11 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             r.told[TOLD + (sum(used) & (KEPT - 1)), n] = jnp.clip(number, 0, x.pool - 1)
 
     def fetch(i, used, ring, bar, pieces=pieces):
+        """`bar(piece)` is told of a piece."""
         start, size = (t.first + i) * BLOCK, BLOCK // x.copies
         offset = lax.rem(start, i32(x.page)) if x.page > BLOCK else 0
 
-        def copy_columns(copy, columns, target):
+        def copy_columns(copy, columns, target, bar):
             number = r.told[TOLD + (sum(used) & (KEPT - 1)), copy]
             row = pl.multiple_of(jnp.asarray(copy * size), size) if x.copies > 1 else 0
             source = r.cache.at[number, pl.ds(offset, size), columns]
@@ -104,40 +110,44 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
 
         @pl.loop(0, x.copies * pieces)
         def _(n):
-            copy, piece = (lax.div(n, i32(pieces)), lax.rem(n, i32(pieces))) if x.copies > 1 else (0, n)
-            copy_columns(copy, pl.ds(piece * PIECE, PIECE), ring.at[piece])
+            piece, copy = (lax.div(n, i32(x.copies)), lax.rem(n, i32(x.copies))) if x.copies > 1 else (n, 0)
+            copy_columns(copy, pl.ds(piece * PIECE, PIECE), ring.at[piece], bar(piece))
 
         if x.packed:
 
             @pl.loop(0, x.copies)
             def _(copy):
-                copy_columns(copy, pl.ds(LATENT, SCALE_BYTES), r.k_marks.at[i & 1, 0])
-                copy_columns(copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, pieces])
+                copy_columns(copy, pl.ds(LATENT, SCALE_BYTES), r.k_marks.at[i & 1, 0], bar(0))
+                copy_columns(copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, pieces], bar(pieces))
 
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
         pl.when(before > 0)(lambda: plgpu.barrier_wait(r.k_free.at[place]))
         valid = t.length - (t.first + i) * BLOCK
+
+        def here(piece):
+            return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
+
         if x.codes:
             coded = LATENT // PIECE if x.packed else pieces
-            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], r.raw_bar, coded)
+            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, coded)
             plgpu.barrier_wait(r.raw_bar)
             (_decode_packed if x.packed else _decode)(x, r, place)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
-            plgpu.barrier_arrive(r.k_bar.at[place])
+            plgpu.barrier_arrive(here(0))
         else:
-            pl.when(valid >= BLOCK)(lambda: fetch(i, used, r.k_rows.at[place], r.k_bar.at[place]))
+            pl.when(valid >= BLOCK)(lambda: fetch(i, used, r.k_rows.at[place], here))
 
             @pl.when(valid < BLOCK)
             def _():
-                fetch(i, used, r.k_rows.at[place], r.raw_bar)
+                fetch(i, used, r.k_rows.at[place], lambda _: r.raw_bar)
                 plgpu.barrier_wait(r.raw_bar)
                 _clean(x, r.k_tile.at[place], valid)
 
                 @pl.loop(0, x.copies * pieces)
-                def _(_):
-                    plgpu.barrier_arrive(r.k_bar.at[place])
+                def _(n):
+                    plgpu.barrier_arrive(here(lax.div(n, i32(x.copies))))
 
         used = used[0] + (1 - place), used[1] + place
         remember(i + 1, used)
@@ -294,7 +304,7 @@ def _attend(x: Plan, r: Any, t: Any, w):
 
     def weights(s, m, total, i):
         """Maximum, sum and P after the scores of block i, given out."""
-        s = lax.cond(t.first + i < t.plain, lambda s: s, lambda s: jnp.where(_visible(x, t, i), s, -jnp.inf), s)
+        s = lax.cond(t.first + i < t.plain, lambda s: s, lambda s: jnp.where(visible(x, t, i), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
         p = jnp.exp2(s * sharp - softmax.across(m_new, s))
         total = total * jnp.exp2(m - m_new) + jnp.sum(p, axis=1)
@@ -323,14 +333,14 @@ def _attend(x: Plan, r: Any, t: Any, w):
         real, nothing = i > 0, plgpu.layout_cast(jnp.zeros((ROWS, BLOCK), x.dtype), ACC)
 
         def free():
-            pl.when(real)(lambda: _free(x, r, 1 - w))
+            pl.when(real)(lambda: release(x, r, 1 - w))
 
         p, top = lax.cond(real, received, lambda: (nothing, m))
         total, o = rescaled(total, o, jnp.exp2(m - top))
         plgpu.barrier_wait(r.k_bar.at[w])
         v = values(jnp.where(real, other(), mine()))
         if x.interpreted:
-            o = _add_product(x, r, w, o, p, v)
+            o = add_product(x, r, w, o, p, v)
             free()
             m, total, p = weights(_scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
         else:
@@ -347,8 +357,8 @@ def _attend(x: Plan, r: Any, t: Any, w):
                 plgpu.wgmma_wait(0)
                 o = lax.optimization_barrier(o)
                 free()
-        o = _add_product(x, r, w, o * softmax.across(jnp.exp2(top - m), o), p, values(mine()))
-        _free(x, r, w)
+        o = add_product(x, r, w, o * softmax.across(jnp.exp2(top - m), o), p, values(mine()))
+        release(x, r, w)
         return m, total, o
 
     def end(state):
@@ -356,8 +366,8 @@ def _attend(x: Plan, r: Any, t: Any, w):
         m, total, o = state
         p, top = received()
         total, o = rescaled(total, o, jnp.exp2(m - top))
-        o = _add_product(x, r, w, o, p, values(other()))
-        _free(x, r, 1 - w)
+        o = add_product(x, r, w, o, p, values(other()))
+        release(x, r, 1 - w)
         return top, total, o
 
     plgpu.barrier_wait(r.q_bar)
@@ -366,14 +376,14 @@ def _attend(x: Plan, r: Any, t: Any, w):
     return lax.cond((t.blocks - 1) & 1 == w, lambda state: state, end, state)
 
 
-def _free(x: Plan, r: Any, place) -> None:
+def release(x: Plan, r: Any, place) -> None:
     """Say that the warpgroup is done with a place; of a cluster's barrier only some threads tell, so all must be."""
     if x.config.pair:
         plgpu.commit_smem()
     plgpu.barrier_arrive(r.k_free.at[place])
 
 
-def _visible(x: Plan, t: Any, i):
+def visible(x: Plan, t: Any, i):
     """Pairs of the tile's rows and the keys of block i that attend."""
     key = (t.first + i) * BLOCK + plgpu.broadcasted_iota(i32, (ROWS, BLOCK), 1, layout=ACC)
     if not x.causal:
@@ -394,7 +404,7 @@ def _scores(x: Plan, r: Any, t: Any, k):
     return pl.run_scoped(product, _mosaic.ACC((ROWS, BLOCK), f32))
 
 
-def _add_product(x: Plan, r: Any, w, o, p, v):
+def add_product(x: Plan, r: Any, w, o, p, v):
     """O + P V, V in pieces of 64 columns."""
     if not x.interpreted:
         o = _mosaic.add_product(v, o, p)
@@ -421,6 +431,29 @@ def _finish(x: Plan, r: Any, t: Any, w, state) -> None:
     plgpu.barrier_arrive(r.sum_bar.at[w])
     plgpu.barrier_wait(r.sum_bar.at[1 - w])
     total = total + plgpu.load(r.stats.at[2 - w], layout=ROW, optimized=False)
+    pl.when(w == 0)(lambda: store_sums(r, t, m, total))
+    store_rows(x, r, t, w, total, o)
+
+
+def store_sums(r: Any, t: Any, m, total) -> None:
+    """Maximum and sum of the rows of a tile or of a partial result."""
+    if r.part_sums is not None:
+
+        @pl.when(t.part >= 0)
+        def _():
+            for i, value in enumerate((m, total)):
+                _mosaic.store(r.part_sums.at[t.part, i], value)
+
+    if r.sums is not None:
+
+        @pl.when(t.part < 0)
+        def _():
+            for i, value in enumerate((m, total)):
+                _mosaic.store(r.sums.at[t.slot, i], value)
+
+
+def store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
+    """Own half of the rows of a tile, through q's memory, or of a partial result."""
     half = x.Dv // READERS
     if r.part_o is not None:
 
@@ -428,21 +461,9 @@ def _finish(x: Plan, r: Any, t: Any, w, state) -> None:
         def _():
             _mosaic.store(r.part_o.at[t.part, :, pl.ds(w * half, half)], o)
 
-            @pl.when(w == 0)
-            def _():
-                for i, value in enumerate((m, total)):
-                    _mosaic.store(r.part_sums.at[t.part, i], value)
-
     @pl.when(t.part < 0)
     def _():
-        if r.sums is not None:
-
-            @pl.when(w == 0)
-            def _():
-                for i, value in enumerate((m, total)):
-                    _mosaic.store(r.sums.at[t.slot, i], value)
-
-        (rows,) = softmax.output((m, total, (o,)))
+        (rows,) = softmax.output((None, total, (o,)))
         for n in range(half // PIECE):
             r.q_rows[0, w * (half // PIECE) + n] = rows[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
         plgpu.commit_smem()

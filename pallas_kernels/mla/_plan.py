@@ -34,6 +34,8 @@ KEPT = 4
 FIELDS = 32
 REGISTERS = 56, 224
 """Registers of a thread of the producer and of a reader."""
+SCORER_REGISTERS = 40, 120, 176
+"""Where there is a scorer: of a thread of the producer, of the scorer, and of the two others; 512 in all."""
 _LEAST_KEYS = 1024
 """Page tables of so many rows are not worth cutting up."""
 
@@ -53,6 +55,9 @@ class Config:
     pair: bool = False
     """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
     the traffic out of L2."""
+
+    scorer: bool = False
+    """A third warpgroup computes all scores and weights, and the two others only multiply them with values."""
 
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
@@ -125,6 +130,17 @@ class Plan:
     def copies(self) -> int:
         """TMA copies of 64 columns of a block."""
         return max(1, BLOCK // self.page)
+
+    @property
+    def held(self) -> int:
+        """Pieces of 64 columns of a block's place: with a scorer the last one, no value, makes room for weights."""
+        return self.D // PIECE + int(self.config.scorer and self.Dv == self.D)
+
+    @property
+    def groups(self) -> int:
+        """Parts of a block's pieces that the scorer hears of one by one, and begins with."""
+        pieces = self.D // PIECE
+        return next(n for n in (3, 2, 1) if pieces % n == 0) if self.config.scorer and not self.codes else 1
 
     @property
     def fetches(self) -> int:
@@ -229,8 +245,8 @@ def candidates(x: Plan) -> Iterator[Config]:
     """Configurations to time."""
     for pair in (False, True):
         for how in ({}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}):
-            for values_first in (True, False):
-                config = Config(values_first=values_first, pair=pair, **how)
+            for options in ({"scorer": True}, {}, {"values_first": False}):
+                config = Config(pair=pair, **options, **how)
                 if illegal(dataclasses.replace(x, config=config)) is None:
                     yield config
 
@@ -252,29 +268,30 @@ def scratch(x: Plan) -> dict[str, Any]:
     def memory(shape, transforms):
         return plgpu.SMEM(shape, x.dtype, transforms=transforms)
 
-    kinds = [("q", (1, pieces, ROWS, PIECE)), ("k", (READERS, pieces, BLOCK, PIECE))]
+    kinds = [("q", (1, pieces, ROWS, PIECE)), ("k", (READERS, x.held, BLOCK, PIECE))]
     out: dict[str, Any] = {}
     for name, shape in kinds:
         members = [memory(shape, tile)] if x.interpreted else [memory(shape, rows), memory(shape, tile)]
         if x.codes and name == "k":
-            members += _coded(x, pieces)
+            members += _coded(x, x.held)
         out[name] = members[0] if len(members) == 1 else tuple(members) if x.interpreted else plgpu.RefUnion(*members)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         out["p_own"] = memory((READERS, ROWS, BLOCK), tile)
+    if not x.config.scorer:
+        out["p_tile"] = memory((ROWS, BLOCK), tile)
     return out | {
-        "p_tile": memory((ROWS, BLOCK), tile),
         "stats": plgpu.SMEM((1 + READERS, ROWS), jnp.float32),
         "told": plgpu.SMEM((TOLD + KEPT, FIELDS), jnp.int32),
         "told_bar": plgpu.Barrier(num_barriers=TOLD),
         "q_bar": plgpu.Barrier(num_arrivals=ROWS // x.granule * pieces),
         "q_free": plgpu.Barrier(num_arrivals=READERS),
-        "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches, num_barriers=READERS),
+        "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches // x.groups, num_barriers=READERS * x.groups),
         "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
         "k_free": plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=READERS, num_barriers=READERS)
         if x.config.pair
         else plgpu.Barrier(num_arrivals=READERS, num_barriers=READERS),
         "p_bar": plgpu.Barrier(num_barriers=READERS),
-        "sum_bar": plgpu.Barrier(num_barriers=READERS),
+        "sum_bar": plgpu.Barrier(num_barriers=1 if x.config.scorer else READERS),
     }
 
 
