@@ -67,6 +67,7 @@ def grouped_projection(*, config: scaled_matmul.Config, x, x_scale, weight, weig
         b_scale=weight_scale.reshape(-1, weight_scale.shape[2]),
         bias=None,
         azp=None,
+        b_sums=None,
         block=scaled_matmul.BLOCK,
         out_dtype=dtype,
     )

@@ -149,6 +149,25 @@ CONTRACT_LSE = replace(
     derivation="As `lse`, one-sided: the reference's logarithm is exact to a rounding, the kernel's runs in base 2.",
 )
 
+CONTRACT_WEIGHTS = Rule(
+    name="contract_weights",
+    checks=(
+        Check(statistic="rms", factor=1.5, floor="peak", floor_factor=2**0.5 * 2 / 3**0.5),
+        Check(statistic="max", factor=2, floor="peak", floor_factor=2 * 2**0.5),
+        Check(statistic="slice", factor=8, join="quadrature"),
+    ),
+    derivation="""
+float32 weights of a router, w = s / sum(s), against a reference that is rounded about once. The factor 1.5 of
+`contract` takes for granted that the peer's roundings are as many as the kernel's; here the score s comes from the
+special function unit, whose ex2 is good to 2^-22.5 = sqrt(2) eps of s. Both s and the sum carry it: 2 sqrt(2) eps of w
+at most, and, spread evenly over either sign, 1 / sqrt(3) of that as an RMS. Half a unit each for two divisions is less
+and in the factor. A slice is one token's few weights: the RMS of six numbers scatters by a third, and 2 sqrt(2) eps is
+eight of the peer's 0.35 eps (half a unit / sqrt(3), a unit being 1/2 to 1 eps).
+""",
+    date="2026-11",
+    margin="a kernel is off by 2.8e-8 of 1.3e-7 on an H200; a bias or a group that is forgotten moves weights by 1e-3",
+)
+
 LATENT_STEPS = 576 // 16
 """Partial sums of a score over 512 + 64 columns: a tensor core adds 16 products at a time."""
 
@@ -349,7 +368,15 @@ PROJECTED = math.sqrt(45 / 16)
 numbers is below 45 in all but one of ten thousand cases."""
 
 _TO_CAPTURES = (DEFAULT, EXACT, LSE, CODES, PROPAGATED)
-_TO_KERNELS = (CONTRACT, CONTRACT_LSE, CONTRACT_LSE_LATENT, CONTRACT_FP8_SUMS, CONTRACT_CODES, CONTRACT_FP8_CODES)
+_TO_KERNELS = (
+    CONTRACT,
+    CONTRACT_LSE,
+    CONTRACT_LSE_LATENT,
+    CONTRACT_WEIGHTS,
+    CONTRACT_FP8_SUMS,
+    CONTRACT_CODES,
+    CONTRACT_FP8_CODES,
+)
 RULES = {rule.name: rule for rule in (*_TO_CAPTURES, *_TO_KERNELS)}
 
 ROUNDED_ONCE = 0.55

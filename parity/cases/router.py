@@ -66,7 +66,7 @@ ADAPTER = Adapter(
     convention=convention,
     explain=explain,
     outputs={
-        "weights": Output(axes=("token", "slot"), slice_rank=1, rule="default", contract="contract"),
+        "weights": Output(axes=("token", "slot"), slice_rank=1, rule="default", contract="contract_weights"),
         "ids": Output(axes=("token", "slot"), slice_rank=1, rule="exact", contract="exact"),
     },
 )

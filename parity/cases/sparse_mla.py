@@ -93,7 +93,7 @@ ADAPTER = Adapter(
     convention=convention,
     outputs={
         "o": Output(axes=("token", "head", "dim"), slice_rank=2, rule="default", contract="contract"),
-        "lse": Output(axes=("token", "head"), slice_rank=2, rule="lse", contract="contract_lse", note=_NOTE),
-        "max_logits": Output(axes=("token", "head"), slice_rank=2, rule="lse", contract="contract_lse"),
+        "lse": Output(axes=("token", "head"), slice_rank=2, rule="lse", contract="contract_lse_latent", note=_NOTE),
+        "max_logits": Output(axes=("token", "head"), slice_rank=2, rule="lse", contract="contract_lse_latent"),
     },
 )
