@@ -332,11 +332,6 @@ def _together(key: Any, value: Any, mode: str) -> bool:
     )
 
 
-def proven(*, key, value, mode, **_) -> bool:
-    """Not rotated heads, and not tokens that share a tile: neither has been on a GPU."""
-    return mode != "int4_token_head" and not _together(key, value, mode)
-
-
 def _half_away(x: jax.Array, low: float, high: float) -> jax.Array:
     """Nearest integer within [low, high] as float32, ties away from zero."""
     return jnp.clip(jnp.where(x >= 0, x + 0.5, x - 0.5), low, high).astype(jnp.int32).astype(jnp.float32)

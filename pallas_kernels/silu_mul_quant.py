@@ -33,11 +33,6 @@ def why_not(*, x, mode, group, **_) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def proven(*, x, **_) -> bool:
-    """Whether a GPU has run this: rows that registers hold at once."""
-    return x.shape[1] // 2 <= _frames.LINE_VALUES
-
-
 def default_config(*, x, mode, group, **_) -> Config:
     """Tiles as large as still fill the card, lines one by one."""
     return Config(rows=_plan(x, mode, group).default_rows())

@@ -343,7 +343,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=decoded.default_config,
             configs=decoded.configs,
-            proven=False,
         ),
         "mosaic": Kernel(
             run=_run_mosaic,
@@ -351,7 +350,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
-            proven=lambda x, w13, **_: x.shape[1] % 128 == w13.shape[1] % 256 == 0,
         ),
     },
     cases=cases.CASES,

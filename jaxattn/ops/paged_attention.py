@@ -363,7 +363,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
-            proven=lambda **args: "k_scale_pages" not in args,
         )
     },
     cases=CASES + _cache.CASES + BENCH,

@@ -209,13 +209,11 @@ def test_tokens_that_share_a_tile_give_the_same_bytes(mode, K, D, Dv, dtype, rng
             np.testing.assert_array_equal(bits(a), bits(b))
 
 
-def test_what_no_gpu_has_proven_runs_where_it_is_named():
+def test_the_kernel_takes_every_mode_and_few_heads():
     plain, few, rotated = per_head(), per_head("int8", 128), per_head("uint8", 32)
     few |= {name: jnp.zeros((3, 2, 128)) for name in ("key", "value")}
-    for args, proven in ((plain, False), (few, True), (rotated, False), (call(), True)):
-        prepared = MECHANISM.prepare(**args)
-        assert mosaic.why_not(**prepared) is None
-        assert MECHANISM.kernels["mosaic"].proven(**prepared) is proven
+    for args in (plain, few, rotated, call()):
+        assert mosaic.why_not(**MECHANISM.prepare(**args)) is None
 
 
 @implementations

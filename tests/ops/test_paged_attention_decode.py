@@ -330,9 +330,7 @@ def test_what_the_kernels_cannot_read():
         decode.paged_attention(config=decode.Config(block_kv=128), **per_head())
 
 
-def test_caches_with_scales_per_head_run_where_they_are_named():
-    kernel = MECHANISM.kernels["mosaic"]
-    assert not kernel.proven(**per_head()) and kernel.proven(**shapes())
+def test_caches_with_scales_per_head_have_configurations_of_two_kernels():
     assert {type(c) for c in mosaic.configs(**per_head())} == {decode.Config, tiled.Config}
 
 
