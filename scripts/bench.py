@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
 def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
     """A process for each mechanism, `--jobs` at a time: they compile side by side and measure in turns."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    turns = args.out.with_name(f"{args.out.name}.{os.getpid()}")
+    turns = args.turns or args.out.with_name(f"{args.out.name}.{os.getpid()}")
     own = ["--case", args.case, "--out", str(args.out), "--rounds", str(args.rounds), "--seed", str(args.seed)]
     own += [word for peer in args.peer for word in ("--peer", peer)] + ["--turns", str(turns)]
     own += ["--commit", args.commit] if args.commit else []
@@ -127,7 +127,7 @@ def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
     timed.sort(key=lambda m: -sum("bench" in c.tags for c in m.cases))  # the long ones first
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         codes = list(pool.map(one, timed))
-    for file in turns.parent.glob(f"{turns.name}*"):
+    for file in [] if args.turns else turns.parent.glob(f"{turns.name}*"):
         file.unlink()
     if codes and all(code == NOTHING for code in codes):
         return NOTHING
