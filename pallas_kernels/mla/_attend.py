@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic, _words
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, LOG2E, ROW
-from pallas_kernels.mla import _work
+from pallas_kernels.mla import _ahead, _work
 from pallas_kernels.mla._plan import (
     BLOCK,
     KEPT,
@@ -323,6 +323,14 @@ def _attend(x: Plan, r: Any, t: Any, w):
     def rescaled(total, o, alpha):
         return total * alpha, o * softmax.across(alpha, o)
 
+    def begin(place):
+        """Scores of the block in a place; compiled they are in flight."""
+        if not x.interpreted:
+            return _ahead.scores(x, r, r.q_tile.at[t.zero], r.k_tile.at[place], place)
+        for n in range(x.groups):
+            plgpu.barrier_wait(r.k_bar.at[place * x.groups + n])
+        return _scores(x, r, t, r.k_tile.at[place])
+
     def step(n, state):
         """The other warpgroup's last block, and an own one; there is none before the very first block of all.
 
@@ -335,17 +343,26 @@ def _attend(x: Plan, r: Any, t: Any, w):
         def free():
             pl.when(real)(lambda: release(x, r, 1 - w))
 
+        ahead = x.config.ahead
+        if ahead:
+            s = begin(mine())
         p, top = lax.cond(real, received, lambda: (nothing, m))
         total, o = rescaled(total, o, jnp.exp2(m - top))
-        plgpu.barrier_wait(r.k_bar.at[w])
+        if not ahead:
+            plgpu.barrier_wait(r.k_bar.at[w])
         v = values(jnp.where(real, other(), mine()))
         if x.interpreted:
             o = add_product(x, r, w, o, p, v)
             free()
-            m, total, p = weights(_scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
+            m, total, p = weights(s if ahead else _scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
+            if ahead:
+                plgpu.barrier_wait(r.p_bar.at[w])
         else:
-            first = x.config.values_first
-            s, o = _mosaic.products(r.q_tile.at[t.zero], r.k_tile.at[mine()], v, o, p, values_first=first)
+            first = x.config.values_first and not ahead
+            if ahead:
+                o = _mosaic.add_product(v, o, p)
+            else:
+                s, o = _mosaic.products(r.q_tile.at[t.zero], r.k_tile.at[mine()], v, o, p, values_first=first)
             plgpu.wgmma_wait(1)
             if first:
                 free()
@@ -354,6 +371,8 @@ def _attend(x: Plan, r: Any, t: Any, w):
                 m, total, p = weights(s, top, total, i)
             else:  # the product with the values runs beside the softmax
                 m, total, p = weights(lax.optimization_barrier(s), top, total, i)
+                if ahead:  # passes at once, but ptxas moves no wait for a product across
+                    plgpu.barrier_wait(r.p_bar.at[w])
                 plgpu.wgmma_wait(0)
                 o = lax.optimization_barrier(o)
                 free()

@@ -52,6 +52,9 @@ class Config:
     values_first: bool = True
     """The product with the other warpgroup's values is issued ahead of the next scores: frees its memory earlier."""
 
+    ahead: bool = False
+    """Scores of a block are begun, piece by piece as keys arrive, before the weights of the block before are there."""
+
     pair: bool = False
     """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
     the traffic out of L2."""
@@ -138,9 +141,9 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Parts of a block's pieces that the scorer hears of one by one, and begins with."""
-        pieces = self.D // PIECE
-        return next(n for n in (3, 2, 1) if pieces % n == 0) if self.config.scorer and not self.codes else 1
+        """Parts of a block's pieces that scores begin with one by one."""
+        pieces, apart = self.D // PIECE, self.config.scorer or self.config.ahead
+        return next(n for n in (3, 2, 1) if pieces % n == 0) if apart and not self.codes else 1
 
     @property
     def fetches(self) -> int:
@@ -231,6 +234,8 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
+    if x.config.ahead and x.config.scorer:
+        return "ahead=True and scorer=True are two schedules, choose one"
     return None
 
 
@@ -245,7 +250,7 @@ def candidates(x: Plan) -> Iterator[Config]:
     """Configurations to time."""
     for pair in (False, True):
         for how in ({}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}):
-            for options in ({"scorer": True}, {}, {"values_first": False}):
+            for options in ({"scorer": True}, {"ahead": True}, {}, {"values_first": False}):
                 config = Config(pair=pair, **options, **how)
                 if illegal(dataclasses.replace(x, config=config)) is None:
                     yield config
