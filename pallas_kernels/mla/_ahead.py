@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
@@ -14,13 +14,19 @@ from pallas_kernels.mla._plan import BLOCK, PIECE, ROWS, Plan
 gpu, wgmma = _mosaic.gpu, _mosaic._wgmma
 
 
-def scores(x: Plan, r: Any, q, k, place) -> jax.Array:
-    """Start `q k^T` [ROWS, BLOCK], pieces as they arrive: `x.groups` wgmma groups, in flight. Compiled only."""
-    each, s = x.D // PIECE // x.groups, None
+def group(x: Plan, w, n: int):
+    """Where the group of pieces lies that comes n-th: to the second reader they come from the end, see `by_half`."""
+    return jnp.where(w > 0, x.groups - 1 - n, n) if x.halves > 1 else n
+
+
+def scores(x: Plan, r: Any, t: Any, w) -> jax.Array:
+    """Start `q k^T` [ROWS, BLOCK] of reader w's block, pieces as they arrive: wgmma groups in flight. Compiled only."""
+    each, place, s = x.D // PIECE // x.groups, w + t.zero, None
     for n in range(x.groups):
-        plgpu.barrier_wait(r.k_bar.at[place * x.groups + n])
-        part = [ref.at[n * each : (n + 1) * each] for ref in (q, k)]
-        s = _start(*part, s)
+        at = group(x, w, n)
+        plgpu.barrier_wait(r.k_bar.at[place * x.groups + at])
+        pieces = pl.ds(at * each, each)
+        s = _start(r.q_tile.at[t.zero, pieces], r.k_tile.at[place, pieces], s)
     return s
 
 
