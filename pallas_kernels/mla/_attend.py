@@ -372,8 +372,6 @@ def _attend(x: Plan, r: Any, t: Any, w):
             o = add_product(x, r, w, o, p, v)
             free()
             m, total, p = weights(s if ahead else _scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
-            if ahead:
-                plgpu.barrier_wait(r.p_bar.at[w])
         else:
             first = x.config.values_first and not ahead
             if ahead:
@@ -388,8 +386,6 @@ def _attend(x: Plan, r: Any, t: Any, w):
                 m, total, p = weights(s, top, total, i)
             else:  # the product with the values runs beside the softmax
                 m, total, p = weights(lax.optimization_barrier(s), top, total, i)
-                if ahead:  # passes at once, but ptxas moves no wait for a product across
-                    plgpu.barrier_wait(r.p_bar.at[w])
                 plgpu.wgmma_wait(0)
                 o = lax.optimization_barrier(o)
                 free()
