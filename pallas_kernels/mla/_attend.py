@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic, _words
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, LOG2E, ROW
-from pallas_kernels.mla import _work
+from pallas_kernels.mla import _ahead, _work
 from pallas_kernels.mla._plan import (
     BLOCK,
     KEPT,
@@ -72,7 +72,7 @@ def produce(x: Plan, r: Any) -> None:
     r.told[at, 0] = i32(0)
     plgpu.barrier_arrive(r.told_bar.at[at])
     if x.interpreted or x.config.pair:
-        _drain(r, counts)
+        _drain(r, counts, x.halves)
 
 
 def _produce(x: Plan, r: Any, item: _work.Item, counts):
@@ -97,8 +97,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             number = r.page_table[t.request, jnp.clip(base + n, 0, last)]
             r.told[TOLD + (sum(used) & (KEPT - 1)), n] = jnp.clip(number, 0, x.pool - 1)
 
-    def fetch(i, used, ring, bar, pieces=pieces):
-        """`bar(piece)` is told of a piece."""
+    def fetch(i, used, ring, bar, first=0, last=pieces, turned=False):
+        """Pieces `first` to `last`, counted from the end if `turned`; `bar(piece)` is told of a piece."""
         start, size = (t.first + i) * BLOCK, BLOCK // x.copies
         offset = lax.rem(start, i32(x.page)) if x.page > BLOCK else 0
 
@@ -108,9 +108,11 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             source = r.cache.at[number, pl.ds(offset, size), columns]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(row, size)], bar, **share)
 
-        @pl.loop(0, x.copies * pieces)
+        @pl.loop(x.copies * first, x.copies * last)
         def _(n):
             piece, copy = (lax.div(n, i32(x.copies)), lax.rem(n, i32(x.copies))) if x.copies > 1 else (n, 0)
+            if turned is not False:
+                piece = jnp.where(turned, pieces - 1 - piece, piece)
             copy_columns(copy, pl.ds(piece * PIECE, PIECE), ring.at[piece], bar(piece))
 
         if x.packed:
@@ -118,29 +120,44 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             @pl.loop(0, x.copies)
             def _(copy):
                 copy_columns(copy, pl.ds(LATENT, SCALE_BYTES), r.k_marks.at[i & 1, 0], bar(0))
-                copy_columns(copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, pieces], bar(pieces))
+                copy_columns(copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, last], bar(last))
 
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
-        pl.when(before > 0)(lambda: plgpu.barrier_wait(r.k_free.at[place]))
         valid = t.length - (t.first + i) * BLOCK
+
+        def free(half):
+            pl.when(before > 0)(lambda: plgpu.barrier_wait(r.k_free.at[place * x.halves + half]))
+
+        def by_half():
+            """First what the block's own reader multiplies with: from the front, or that of the second from the end."""
+            half = x.Dv // PIECE // READERS
+            cut = jnp.where(place == 0, half, pieces - half)
+            fetch(i, used, r.k_rows.at[place], here, 0, cut, place > 0)
+            free(1 - place)
+            fetch(i, used, r.k_rows.at[place], here, cut, pieces, place > 0)
+
+        free(place if x.halves > 1 else 0)
 
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
         if x.codes:
             coded = LATENT // PIECE if x.packed else pieces
-            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, coded)
+            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, last=coded)
             plgpu.barrier_wait(r.raw_bar)
             (_decode_packed if x.packed else _decode)(x, r, place)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
             plgpu.barrier_arrive(here(0))
         else:
-            pl.when(valid >= BLOCK)(lambda: fetch(i, used, r.k_rows.at[place], here))
+            whole = by_half if x.halves > 1 else lambda: fetch(i, used, r.k_rows.at[place], here)
+            pl.when(valid >= BLOCK)(whole)
 
             @pl.when(valid < BLOCK)
             def _():
+                if x.halves > 1:
+                    free(1 - place)
                 fetch(i, used, r.k_rows.at[place], lambda _: r.raw_bar)
                 plgpu.barrier_wait(r.raw_bar)
                 _clean(x, r.k_tile.at[place], valid)
@@ -160,15 +177,15 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
     return items + 1, *used
 
 
-def _drain(r: Any, counts) -> None:
+def _drain(r: Any, counts, halves: int) -> None:
     """See every barrier that is left complete: no block of a cluster may leave while another still signals to it.
 
     The interpreter always insists.
     """
     items, *used = counts
     pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
-    for place in range(READERS):
-        pl.when(used[place] > 0)(lambda place=place: plgpu.barrier_wait(r.k_free.at[place]))
+    for n in range(READERS * halves):
+        pl.when(used[n // halves] > 0)(lambda n=n: plgpu.barrier_wait(r.k_free.at[n]))
 
 
 def _decode(x: Plan, r: Any, place) -> None:
@@ -323,6 +340,14 @@ def _attend(x: Plan, r: Any, t: Any, w):
     def rescaled(total, o, alpha):
         return total * alpha, o * softmax.across(alpha, o)
 
+    def begin(place):
+        """Scores of the block in a place; compiled they are in flight."""
+        if not x.interpreted:
+            return _ahead.scores(x, r, t, w)
+        for n in range(x.groups):
+            plgpu.barrier_wait(r.k_bar.at[place * x.groups + _ahead.group(x, w, n)])
+        return _scores(x, r, t, r.k_tile.at[place])
+
     def step(n, state):
         """The other warpgroup's last block, and an own one; there is none before the very first block of all.
 
@@ -333,19 +358,26 @@ def _attend(x: Plan, r: Any, t: Any, w):
         real, nothing = i > 0, plgpu.layout_cast(jnp.zeros((ROWS, BLOCK), x.dtype), ACC)
 
         def free():
-            pl.when(real)(lambda: release(x, r, 1 - w))
+            pl.when(real)(lambda: release(x, r, 1 - w, w))
 
+        ahead = x.config.ahead
+        if ahead:
+            s = begin(mine())
         p, top = lax.cond(real, received, lambda: (nothing, m))
         total, o = rescaled(total, o, jnp.exp2(m - top))
-        plgpu.barrier_wait(r.k_bar.at[w])
+        if not ahead:
+            plgpu.barrier_wait(r.k_bar.at[w])
         v = values(jnp.where(real, other(), mine()))
         if x.interpreted:
             o = add_product(x, r, w, o, p, v)
             free()
-            m, total, p = weights(_scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
+            m, total, p = weights(s if ahead else _scores(x, r, t, r.k_tile.at[mine()]), top, total, i)
         else:
-            first = x.config.values_first
-            s, o = _mosaic.products(r.q_tile.at[t.zero], r.k_tile.at[mine()], v, o, p, values_first=first)
+            first = x.config.values_first and not ahead
+            if ahead:
+                o = _mosaic.add_product(v, o, p)
+            else:
+                s, o = _mosaic.products(r.q_tile.at[t.zero], r.k_tile.at[mine()], v, o, p, values_first=first)
             plgpu.wgmma_wait(1)
             if first:
                 free()
@@ -358,7 +390,7 @@ def _attend(x: Plan, r: Any, t: Any, w):
                 o = lax.optimization_barrier(o)
                 free()
         o = add_product(x, r, w, o * softmax.across(jnp.exp2(top - m), o), p, values(mine()))
-        release(x, r, w)
+        release(x, r, w, w)
         return m, total, o
 
     def end(state):
@@ -367,7 +399,7 @@ def _attend(x: Plan, r: Any, t: Any, w):
         p, top = received()
         total, o = rescaled(total, o, jnp.exp2(m - top))
         o = add_product(x, r, w, o, p, values(other()))
-        release(x, r, 1 - w)
+        release(x, r, 1 - w, w)
         return top, total, o
 
     plgpu.barrier_wait(r.q_bar)
@@ -376,11 +408,11 @@ def _attend(x: Plan, r: Any, t: Any, w):
     return lax.cond((t.blocks - 1) & 1 == w, lambda state: state, end, state)
 
 
-def release(x: Plan, r: Any, place) -> None:
+def release(x: Plan, r: Any, place, w) -> None:
     """Say that the warpgroup is done with a place; of a cluster's barrier only some threads tell, so all must be."""
     if x.config.pair:
         plgpu.commit_smem()
-    plgpu.barrier_arrive(r.k_free.at[place])
+    plgpu.barrier_arrive(r.k_free.at[place * x.halves + (w if x.halves > 1 else 0)])
 
 
 def visible(x: Plan, t: Any, i):

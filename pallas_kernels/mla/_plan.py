@@ -52,6 +52,12 @@ class Config:
     values_first: bool = True
     """The product with the other warpgroup's values is issued ahead of the next scores: frees its memory earlier."""
 
+    ahead: bool = False
+    """Scores of a block are begun, piece by piece as keys arrive, before the weights of the block before are there."""
+
+    halves: bool = False
+    """With `ahead`: each half of the values makes room for the next block as soon as its own reader is done."""
+
     pair: bool = False
     """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
     the traffic out of L2."""
@@ -138,9 +144,14 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Parts of a block's pieces that the scorer hears of one by one, and begins with."""
-        pieces = self.D // PIECE
-        return next(n for n in (3, 2, 1) if pieces % n == 0) if self.config.scorer and not self.codes else 1
+        """Parts of a block's pieces that scores begin with one by one."""
+        pieces, apart = self.D // PIECE, self.config.scorer or self.config.ahead
+        return next(n for n in (3, 2, 1) if pieces % n == 0) if apart and not self.codes else 1
+
+    @property
+    def halves(self) -> int:
+        """Parts of a block's place that become free one by one."""
+        return 2 if self.config.halves and not self.codes else 1
 
     @property
     def fetches(self) -> int:
@@ -231,6 +242,10 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
+    if x.config.ahead and x.config.scorer:
+        return "ahead=True and scorer=True are two schedules, choose one"
+    if x.config.halves and not x.config.ahead:
+        return "halves=True needs ahead=True"
     return None
 
 
@@ -245,7 +260,13 @@ def candidates(x: Plan) -> Iterator[Config]:
     """Configurations to time."""
     for pair in (False, True):
         for how in ({}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}):
-            for options in ({"scorer": True}, {}, {"values_first": False}):
+            for options in (
+                {"scorer": True},
+                {"ahead": True},
+                {"ahead": True, "halves": True},
+                {},
+                {"values_first": False},
+            ):
                 config = Config(pair=pair, **options, **how)
                 if illegal(dataclasses.replace(x, config=config)) is None:
                     yield config
@@ -277,6 +298,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         out[name] = members[0] if len(members) == 1 else tuple(members) if x.interpreted else plgpu.RefUnion(*members)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         out["p_own"] = memory((READERS, ROWS, BLOCK), tile)
+    free: Any = {"num_arrivals": READERS // x.halves, "num_barriers": READERS * x.halves}
     if not x.config.scorer:
         out["p_tile"] = memory((ROWS, BLOCK), tile)
     return out | {
@@ -287,9 +309,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         "q_free": plgpu.Barrier(num_arrivals=READERS),
         "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches // x.groups, num_barriers=READERS * x.groups),
         "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
-        "k_free": plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=READERS, num_barriers=READERS)
-        if x.config.pair
-        else plgpu.Barrier(num_arrivals=READERS, num_barriers=READERS),
+        "k_free": plgpu.ClusterBarrier(collective_axes=("member",), **free) if x.config.pair else plgpu.Barrier(**free),
         "p_bar": plgpu.Barrier(num_barriers=READERS),
         "sum_bar": plgpu.Barrier(num_barriers=1 if x.config.scorer else READERS),
     }
