@@ -256,17 +256,22 @@ def default(x: Plan) -> Config:
     return Config(num_shares=min(x.num_sms, x.slots * -(-x.blocks // 4)))
 
 
+_SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"scorer": True},
+    {"ahead": True},
+    {"ahead": True, "halves": True},
+    {},
+    {"values_first": False},
+)
+
+
 def candidates(x: Plan) -> Iterator[Config]:
     """Configurations to time."""
     for pair in (False, True):
-        for how in ({}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}):
-            for options in (
-                {"scorer": True},
-                {"ahead": True},
-                {"ahead": True, "halves": True},
-                {},
-                {"values_first": False},
-            ):
+        ways: tuple[dict[str, Any], ...]
+        ways = {}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}
+        for how in ways:
+            for options in _SCHEDULES:
                 config = Config(pair=pair, **options, **how)
                 if illegal(dataclasses.replace(x, config=config)) is None:
                     yield config
