@@ -580,3 +580,14 @@ def test_large_outputs_are_judged_at_some_rows(monkeypatch):
     for name in same:
         assert truth[name].dtype == np.float64
         np.testing.assert_array_equal(same[name], whole[name][rows])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("combine_partials", []), ("indexer_q", []), ("cache_write", ["k_pages", "v_pages"]), ("merge_states", [])],
+)
+def test_only_outputs_like_an_argument_take_its_place(name, expected):
+    mechanism = registry.find(name)
+    case = next(c for c in mechanism.cases if "smoke" in c.tags)
+    args = mechanism.prepare(**case.make(np.random.default_rng(0)))
+    assert contest._carried(mechanism, args) == expected

@@ -34,7 +34,7 @@ class Port:
     def __init__(self, mechanism: Mechanism, kernel: str, sets: Sequence[Args], config: Any):
         """Compile nothing yet; `sets` are prepared arguments; config None = the default; `reference` is a kernel."""
         self.names = mechanism.outputs(**sets[0])
-        self.carried = [name for name in self.names if _checks.is_array(sets[0].get(name))]
+        self.carried = _carried(mechanism, sets[0])
         static = {k: v for k, v in sets[0].items() if not _checks.is_array(v)}
         self._sets = [{k: v for k, v in args.items() if k not in static} for args in sets]
         self._next = 0
@@ -257,7 +257,7 @@ def run(
             continue
 
         def port(config, name=name):
-            own = map(_copied, sets) if _carries(mechanism, args) else sets  # what is donated is gone afterwards
+            own = map(_copied, sets) if _carried(mechanism, args) else sets  # what is donated is gone afterwards
             one = Port(mechanism, name, [dict(x) for x in own], config)
             out = one.launch()
             one.wait()
@@ -335,8 +335,12 @@ def eight_bit(args: Args, case: Case) -> bool:
     return "eight_bit" in case.tags or (len(matrices) == 2 and all(jnp.dtype(x.dtype).itemsize == 1 for x in matrices))
 
 
-def _carries(mechanism: Mechanism, args: Args) -> bool:
-    return any(name in args for name in mechanism.outputs(**args))
+def _carried(mechanism: Mechanism, args: Args) -> list[str]:
+    """Outputs that take the place of the argument of their name: caches, say. Others only share a name."""
+    out = jax.eval_shape(lambda: mechanism.reference(**args))
+    out = dict(zip(mechanism.outputs(**args), out if isinstance(out, tuple) else (out,), strict=True))
+    given = {name: x for name, x in args.items() if name in out and _checks.is_array(x)}
+    return [name for name, x in given.items() if (x.shape, x.dtype) == (out[name].shape, out[name].dtype)]
 
 
 def _copied(args: Args) -> Args:
