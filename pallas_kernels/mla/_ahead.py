@@ -21,7 +21,8 @@ def group(x: Plan, w, n: int):
 
 def scores(x: Plan, r: Any, t: Any, w) -> jax.Array:
     """Start `q k^T` [ROWS, BLOCK] of reader w's block, pieces as they arrive: wgmma groups in flight. Compiled only."""
-    each, place, s = x.D // PIECE // x.groups, w + t.zero, None
+    each, place = x.D // PIECE // x.groups, w + t.zero
+    s: Any = None
     for n in range(x.groups):
         at = group(x, w, n)
         plgpu.barrier_wait(r.k_bar.at[place * x.groups + at])

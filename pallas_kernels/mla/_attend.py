@@ -97,7 +97,7 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             number = r.page_table[t.request, jnp.clip(base + n, 0, last)]
             r.told[TOLD + (sum(used) & (KEPT - 1)), n] = jnp.clip(number, 0, x.pool - 1)
 
-    def fetch(i, used, ring, bar, first=0, last=pieces, turned=False):
+    def fetch(i, used, ring, bar, first: Any = 0, last: Any = pieces, turned: Any = False):
         """Pieces `first` to `last`, counted from the end if `turned`; `bar(piece)` is told of a piece."""
         start, size = (t.first + i) * BLOCK, BLOCK // x.copies
         offset = lax.rem(start, i32(x.page)) if x.page > BLOCK else 0
@@ -361,8 +361,7 @@ def _attend(x: Plan, r: Any, t: Any, w):
             pl.when(real)(lambda: release(x, r, 1 - w, w))
 
         ahead = x.config.ahead
-        if ahead:
-            s = begin(mine())
+        s: Any = begin(mine()) if ahead else None
         p, top = lax.cond(real, received, lambda: (nothing, m))
         total, o = rescaled(total, o, jnp.exp2(m - top))
         if not ahead:
