@@ -9,7 +9,7 @@ import pytest
 from jaxattn import registry
 from jaxattn.registry import MECHANISMS
 from parity import cases, few, tolerances, triangle
-from parity.captures import Capture
+from parity.captures import SHIPPED, Capture, load
 from parity.triangle import Result
 
 _SUITES = ("parity", "tests", "scripts", "jaxattn", "pallas_kernels")
@@ -81,7 +81,8 @@ def test_without_a_kernel_nothing_is_a_pass(loaded):
         assert by_edge[comparison].reason == "backend 'reference' runs no kernel"
 
 
-def test_few_interprets_each_kernel_on_the_first_capture_that_it_supports(loaded, monkeypatch):
+def test_few_interprets_each_kernel_on_the_first_capture_that_it_supports(monkeypatch):
+    loaded = load([SHIPPED])
     ours = [(m, c) for m, c in triangle.pair(MECHANISMS, loaded) if m.name in ("router", "merge_states", "unpermute")]
     found = few.left_out(ours)
     kept = [(m.name, c.case) for (m, c), why in zip(ours, found, strict=True) if not why]
