@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
     """Run the command line; returns the exit code. Tests bring their own timer."""
     args = _parse(argv)
     if args.jobs > 1:
-        return _in_processes(args, list(sys.argv[1:] if argv is None else argv))
+        return _in_processes(args)
     if args.turns:
         timing.take_turns(args.turns)
     if timer is timing.cupti and (reason := _mosaic.why_not_here()):
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
     return 1 if failed else 0
 
 
-def _in_processes(args: argparse.Namespace, argv: list[str]) -> int:
+def _in_processes(args: argparse.Namespace) -> int:
     """A process for each mechanism, `--jobs` at a time: they compile side by side and measure in turns."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
     turns = args.turns or args.out.with_name(f"{args.out.name}.{os.getpid()}")

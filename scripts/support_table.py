@@ -87,8 +87,8 @@ def tally(mechanisms: Sequence[Mechanism], names: Sequence[str]) -> list[str]:
     stored = sum(bool(m.captures) for m in mechanisms)
     inside = sum(bool(matching(m, names)) for m in mechanisms)
     return [
-        f"- {len(mechanisms)} ops: {passed} whose kernel passed on an H200, {unproven} with an unproven one only, "
-        f"{without} left to XLA.",
+        f"- {len(mechanisms)} ops: {passed} whose kernel passed on an H200, "
+        f"{f'{unproven} with an unproven one only, ' if unproven else ''}{without} left to XLA.",
         f"- {stored} compared with stored outputs, {'all' if inside == stored else inside} of them with some that the "
         "repository holds; "
         f"{len(mechanisms) - stored} against float64, brute force or arrays by hand only.",

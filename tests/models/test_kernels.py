@@ -1,7 +1,7 @@
 """Which kernel every call of the models takes on an sm_90a GPU, at the sizes that are published.
 
 Models are traced from shapes alone: nothing is allocated, compiled or computed. They have a layer of each kind.
-A kernel counts as taken although no GPU has proven it yet (`Kernel.proven`): what it refuses, it refuses for good.
+What a kernel refuses here, it refuses for good.
 """
 
 import functools
