@@ -29,9 +29,7 @@ DATA = captures.SHIPPED / "models"
 LIVE = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """The models that the captures come from can run here."""
 
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_jit = functools.partial(jax.jit, static_argnums=0, compiler_options=_QUICK)
-"""Compiles a model in two thirds of the time, which is most of a test's, to the same numbers."""
+_jit = functools.partial(jax.jit, static_argnums=0)
 
 type Arrays = dict[str, np.ndarray]
 
