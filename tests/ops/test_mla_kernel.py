@@ -105,8 +105,10 @@ def test_default_configurations_follow_from_shapes():
         }
         return mosaic.default_config(**MECHANISM.prepare(**shapes, scale=0.1))
 
-    assert default(4, 512, 128) == mosaic.Config()
-    assert default(64, 8192, 128) == mosaic.Config(num_shares=_mosaic.num_sms())
+    assert default(4, 512, 128) == mosaic.Config(scorer=True)
+    pairs = _mosaic.num_sms() // 2
+    assert default(64, 8192, 128) == mosaic.Config(scorer=True, pair=True, num_shares=pairs)
+    assert default(64, 8192, 16) == mosaic.Config(scorer=True, num_shares=_mosaic.num_sms())
     assert default(1, 2048, 16).num_shares == 2 * 8
 
 
