@@ -45,7 +45,7 @@ class Config:
     """Shape of a tile and of the ring."""
 
     rows: int = 128
-    """Activation rows of a tile: 64, 128 or, for INT8 without blocks, 256; 64 means `split`."""
+    """Activation rows of a tile: 64, 128 or, but for FP8 without blocks, 256; 64 means `split`."""
     features: int = 128
     """Output features of a tile: 16, 32, 64 or 128."""
     stages: int = 6
@@ -193,8 +193,8 @@ def configs(**args) -> Iterator[Config]:
 
 def _illegal(x: _Plan) -> str | None:
     c = x.config
-    if c.rows == 256 and x.total != i32:
-        return "rows=256 leaves no registers for float32 sums beside products; use 128"
+    if c.rows == 256 and x.total != i32 and not x.blocks:
+        return "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"
     if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
         given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
         return f"{given} needs output features in multiples of {c.features * c.cluster}, got {x.together}"
@@ -380,7 +380,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     def b_scales(j, count):
         return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
 
-    def multiply(j, sums, scales):
+    def multiply_ahead(j, sums, scales):
         sums, started, used = list(sums), {}, {}
 
         def begin(i, slot):
@@ -401,6 +401,24 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
 
         _in_turn(x, r, turn, j, len(scales), begin, end)
         return tuple(sums)
+
+    def multiply_waves(j, sums, scales):
+        """One product at a time, all in the same registers: the other warpgroup's products fill the gaps."""
+        sums, product, slot = list(sums), None, lax.rem(turn * x.steps + j, i32(c.stages))
+        for i in range(len(scales)):
+            plgpu.barrier_wait(r.full.at[slot])
+            for wave in range(x.waves):
+                rows = _rows(x, warpgroup, wave)
+                product = _inline.start(r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0], over=product)
+                scale = _inline.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
+                product = _inline.settle(product, 0)
+                if wave == x.waves - 1:
+                    plgpu.barrier_arrive(r.empty.at[slot])
+                sums[wave] = _inline.add_scaled(sums[wave], scale, product)
+            slot = jnp.where(slot == c.stages - 1, 0, slot + 1)
+        return tuple(sums)
+
+    multiply = multiply_waves if x.waves > 1 else multiply_ahead
 
     def steps(n, carry):
         sums, scales = carry
