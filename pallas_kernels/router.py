@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _router_heads
 
 PARTS, WARPS, LANES = 8, 4, 32
 MOST_EXPERTS, MOST_CHOSEN = 512, 16
@@ -40,10 +40,14 @@ class Config:
     """That hold one of the eight parts of a token's experts: 2 or 4."""
     rows_out: bool = False
     """Results leave token by token, at most eight of each, instead of slot by slot to be transposed by XLA."""
+    heads: bool = False
+    """Lanes keep their two best numbers, and a kernel does everything: `_router_heads`. For four lanes a part."""
 
     def __post_init__(self):
         if self.lanes not in (2, 4):
             raise ValueError(f"lanes must be 2 or 4, got {self.lanes}")
+        if self.heads and (self.lanes != 4 or self.rows_out):
+            raise ValueError(f"heads=True goes with lanes=4 and rows_out=False, got {self}")
 
     @property
     def rows(self) -> int:
@@ -84,6 +88,7 @@ def configs(*, logits, top_k, **_) -> Iterator[Config]:
             config = Config(lanes=lanes, rows_out=rows_out)
             if _illegal(config, logits.shape[1], top_k) is None:
                 yield config
+    yield Config(heads=True)
 
 
 def _illegal(config: Config, E: int, top_k: int) -> str | None:
@@ -126,7 +131,8 @@ def router(
     one = layout.reduce(2).reduce(1)
     inputs = [jnp.pad(logits, ((0, rows - T), (0, E - real))).reshape(rows, PARTS, width)]
     if bias is not None:
-        inputs.append(jnp.broadcast_to(jnp.pad(bias, (0, E - real)).reshape(PARTS, width), shape))
+        bias = jnp.pad(bias, (0, E - real)).reshape(PARTS, width)
+        inputs.append(bias if config.heads else jnp.broadcast_to(bias, shape))
 
     def most(x):
         return jnp.max(jnp.max(x, 2), 1)
@@ -140,21 +146,35 @@ def router(
     def struck(x, where):
         return jnp.where(where, -math.inf, x)
 
+    def finite(x):
+        return _bounded(x, layout) if config.heads else _finite(x)
+
+    def added(ref):
+        if not config.heads:
+            return plgpu.load(ref, layout=layout, optimized=False)
+        return lax.broadcast_in_dim(plgpu.load(ref, layout=layout.reduce(0), optimized=False), shape, [1, 2])
+
     def body(logits_ref, *refs):
-        *bias_ref, weights_ref, ids_ref = refs
+        bias_ref, (weights_ref, ids_ref, *scratch) = refs[: len(inputs) - 1], refs[len(inputs) - 1 :]
         at = pl.ds(lax.axis_index("block") * block, block)
-        x = _finite(plgpu.load(logits_ref.at[at], layout=layout, optimized=False))
+        x = finite(plgpu.load(logits_ref.at[at], layout=layout, optimized=False))
         part = plgpu.broadcasted_iota(i32, shape, 1, layout=layout)
         inside = plgpu.broadcasted_iota(i32, shape, 2, layout=layout)
         number = part * width + inside
         x = struck(x, number >= real) if filled else x
-        scores = _scores(x, scoring, most, spread, layout, exact=not renormalize)
+        soft = _router_heads.softplus_of_exponential if config.heads else _log1p
+        scores = _scores(x, scoring, most, spread, layout, soft, exact=not renormalize)
         if bias is None:
             rest = jnp.maximum(x - spread(most(x)), -_LARGE) if scoring == "softmax" else x
             choice = jnp.where(scores < _TINY, rest, scores)
         else:
-            choice = _finite(scores + plgpu.load(bias_ref[0], layout=layout, optimized=False))
+            choice = finite(scores + added(bias_ref[0]))
         choice = struck(choice, number >= real) if filled else choice
+        if config.heads:
+            options = {"top_k": top_k, "renormalize": renormalize, "scaling": scaling}
+            options |= {"kept": kept_groups if num_groups > 1 else None, "pairs": bias is not None}
+            _router_heads.choose(weights_ref.at[at], ids_ref.at[at], *scratch, scores, choice, layout, **options)
+            return
         if num_groups > 1:
             best = jnp.max(choice, 2)
             if bias is not None and width > 1:
@@ -190,15 +210,16 @@ def router(
             _mosaic.store(weights_ref.at[a, at], w)
             _mosaic.store(ids_ref.at[a, at], chosen)
 
-    out = (rows, PARTS) if config.rows_out else (top_k, rows)
+    out = (rows, top_k) if config.heads else (rows, PARTS) if config.rows_out else (top_k, rows)
     weights, ids = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(out, f32), jax.ShapeDtypeStruct(out, i32)],
+        scratch_types=[plgpu.SMEM((block, E), f32)] if config.heads else [],
         grid=(rows // block,),
         grid_names=("block",),
         kernel_name="router",
     )(*inputs)
-    if config.rows_out:
+    if config.rows_out or config.heads:
         return weights[:T, :top_k], ids[:T, :top_k]
     return weights[:, :T].T, ids[:, :T].T
 
@@ -216,16 +237,24 @@ def _finite(x):
     return jnp.where(x == x, jnp.clip(x, -_LARGE, _LARGE), -_LARGE)
 
 
-def _scores(x, scoring, most, spread, layout, exact):
+def _bounded(x, layout):
+    """`_finite` in half the instructions."""
+    return jnp.minimum(_mosaic.larger(x, jnp.full_like(x, -_LARGE), layout), _LARGE)
+
+
+def _scores(x, scoring, most, spread, layout, soft, exact):
     if scoring == "softmax":
         e = jnp.exp(x - spread(most(x)))
         return _mosaic.divide(e, spread(_total(e) if exact else _sum(e)), layout)
     if scoring == "sigmoid":
         return 1 / (1 + jnp.exp(-x))
-    u = jnp.exp(jnp.minimum(x, _FROM))
-    w = 1 + u  # log1p(u) = log(w) * u / (w - 1), and u where w is 1
-    soft = jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
-    return jnp.sqrt(jnp.where(x > _FROM, x, soft))
+    return jnp.sqrt(jnp.where(x > _FROM, x, soft(jnp.exp(jnp.minimum(x, _FROM)), layout)))
+
+
+def _log1p(u, _):
+    """`log1p(u)` for u from 0 to e^20: log(w) * u / (w - 1) with w = 1 + u, and u where w is 1."""
+    w = 1 + u
+    return jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
 
 
 def _sum(x):
