@@ -6,8 +6,9 @@ The steps are written once, over the numbers of a lane (`_Device`) or of all lan
 the interpreter).
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels import _exact, _mosaic, _words
 from pallas_kernels._mosaic import arith, gpu_utils, ir, llvm
 from pallas_kernels._words import Memory, Thread, Word
 
-WARP_LANES, PART_LANES = 32, 4
+WARPS, WARP_LANES, PART_LANES = 4, 32, 4
 _MAGNITUDE = 2**31 - 1
 _LOST = -(2**31)
 """The key of what was chosen: below that of -inf."""
@@ -45,15 +46,15 @@ def choose(
     scores_ref: Any,
     scores: jax.Array,
     choice: jax.Array,
-    layout: Any,
     *,
+    layout: Any,
     top_k: int,
     kept: int | None,
     pairs: bool,
     renormalize: bool,
     scaling: float,
 ) -> None:
-    """Write the weights and ids of tokens, one a warp.
+    """Write the weights and ids of a block's tokens, one or two a warp, which take their steps side by side.
 
     Args:
         weights_ref: float32 [tokens, top_k] in global memory.
@@ -69,25 +70,33 @@ def choose(
         scaling: of the weights.
     """
     tokens, parts, width = scores.shape
-    vec = layout.to_mgpu().vector_length
+    vec, rows, count = layout.to_mgpu().vector_length, tokens // WARPS, width // PART_LANES
     options = {"top_k": top_k, "kept": kept, "pairs": pairs, "renormalize": renormalize, "scaling": scaling}
-    offsets = [PART_LANES * vec * (i // vec) + i % vec for i in range(width // PART_LANES)]
+    offsets = [PART_LANES * vec * (i // vec) + i % vec for i in range(count)]
+    share = WARP_LANES // rows
     if _mosaic.interpreting():
-        warp: Any = _Plain(scores.reshape(tokens, -1), width, vec)
-        numbers = choice.reshape(tokens, parts, -1, PART_LANES, vec)
-        numbers = [numbers[:, :, i // vec, :, i % vec].reshape(tokens, WARP_LANES) for i in range(len(offsets))]
-        weight, chosen = _route(warp, numbers, offsets, **options)
-        _mosaic.store(weights_ref, weight[:, :top_k])
-        _mosaic.store(ids_ref, chosen[:, :top_k])
+        warps: list[Any] = [_Plain(scores.reshape(tokens, -1)[row::rows], width, vec) for row in range(rows)]
+        numbers = choice.reshape(WARPS, rows, parts, -1, PART_LANES, vec).transpose(1, 3, 5, 0, 2, 4)
+        numbers = numbers.reshape(rows, count, WARPS, WARP_LANES)
+        for ref, x in zip((weights_ref, ids_ref), _route(warps, numbers, offsets, **options), strict=True):
+            _mosaic.store(ref, x.reshape(tokens, share)[:, :top_k])
         return
 
     def emit(context, weights_ref, ids_ref, scores_ref, scores, choice):
         del context
-        warp = _Device(scores_ref, scores, parts * width, width, vec)
-        weight, chosen = _route(warp, _words.words_of(choice), offsets, **options)
-        place, inside = (warp.row * top_k + warp.lane) << 2, _words.less(warp.lane, top_k)
-        Memory(weights_ref).at(place).store_if(inside, weight)
-        Memory(ids_ref).at(place).store_if(inside, chosen)
+        warps = [_Device(scores_ref, row, rows, parts * width, width, vec) for row in range(rows)]
+        registers = scores.registers.reshape(-1, rows)
+        for row, warp in enumerate(warps):
+            warp.keep(registers[:, row], vec)
+        gpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+        words = _words.words_of(choice)
+        numbers = [[words[(i // vec * rows + row) * vec + i % vec] for i in range(count)] for row in range(rows)]
+        results = _route(warps, numbers, offsets, **options)
+        lane, warp = warps[0].lane, Thread().warp
+        slot = lane & (share - 1)
+        place = ((warp * rows + (lane >> (share.bit_length() - 1))) * top_k + slot) << 2
+        for ref, x in zip((weights_ref, ids_ref), results, strict=True):
+            Memory(ref).at(place).store_if(_words.less(slot, top_k), x)
 
     ref = plgpu.RefType()
     inline: Any = plgpu.inline_mgpu(arg_types=(ref, ref, ref, layout, layout))
@@ -130,25 +139,48 @@ def _log1p(u: Word) -> Word:
 
 
 # ---------------------------------------------------------------- the choice
-def _route(warp, numbers, offsets, *, top_k, kept, pairs, renormalize, scaling) -> tuple[Any, Any]:
-    """(weight, id) of a token's expert number i in lane i."""
-    ids = _choose(warp, numbers, offsets, top_k, kept, pairs)
-    weights = [warp.score(chosen) for chosen in ids]
-    weight, chosen = weights[0], ids[0]
-    for i in range(1, top_k):
-        here = warp.same(warp.lane, warp.integer(i))
-        weight, chosen = warp.select(here, weights[i], weight), warp.select(here, ids[i], chosen)
+def _route(warps, numbers, offsets, *, top_k, kept, pairs, renormalize, scaling) -> tuple[Any, Any]:
+    """(weight, id) of expert number i of token number t of the warp in lane i of the t-th share of its lanes."""
+    chosen = _side_by_side([_choose(w, x, offsets, top_k, kept, pairs) for w, x in zip(warps, numbers, strict=True)])
+    weights = [[w.score(i) for i in ids] for w, ids in zip(warps, chosen, strict=True)]
+    warp, share = warps[0], WARP_LANES // len(warps)
+    places = [(t, i) for t in range(len(warps)) for i in range(top_k)]
+    mine = [warp.same(warp.lane, warp.integer(t * share + i)) for t, i in places]
+
+    def spread(lots):
+        out = lots[0][0]
+        for here, (t, i) in list(zip(mine, places, strict=True))[1:]:
+            out = warp.select(here, lots[t][i], out)
+        return out
+
+    weight = spread(weights)
     if renormalize:
-        total = weights[0]
-        for w in weights[1:]:
-            total = warp.add(total, w)
+        totals = [functools.reduce(warp.add, lot) for lot in weights]
+        total = totals[0]
+        if len(totals) == 2:
+            total = warp.select(warp.below(warp.lane, warp.integer(share)), *totals)
         total = warp.select(warp.above(total, warp.number(0)), total, warp.number(1))
         weight = warp.divide(weight, total)
-    return warp.multiply(weight, warp.number(scaling)), chosen
+    return warp.multiply(weight, warp.number(scaling)), spread(chosen)
 
 
-def _choose(warp, numbers, offsets, top_k, kept, pairs) -> list[Any]:
-    """The ids, the same in every lane."""
+def _side_by_side(choices: Sequence[Generator[Any, Any, list[Any]]]) -> list[list[Any]]:
+    """What the generators return; where all of them ask for numbers to be looked through again, it is one branch."""
+    replies: list[Any] = [None] * len(choices)
+    out = []
+    while not out:
+        requests = []
+        for choice, reply in zip(choices, replies, strict=True):
+            try:
+                requests.append(choice.send(reply))
+            except StopIteration as end:
+                out.append(end.value)
+        replies = requests[0][0].when([request[1:] for request in requests]) if requests else []
+    return out
+
+
+def _choose(warp, numbers, offsets, top_k, kept, pairs) -> Generator[Any, Any, list[Any]]:
+    """The ids, the same in every lane. Asks for (warp, condition, what to make where it holds, else)."""
     lowest = warp.number(-math.inf)
     (best, at), (other, beside) = _two_best(warp, numbers, offsets)
     if kept is not None:
@@ -177,10 +209,10 @@ def _choose(warp, numbers, offsets, top_k, kept, pairs) -> list[Any]:
                 return _key(warp, best), warp.first + at, _key(warp, other), warp.first + beside
 
             empty = warp.both(lost, warp.same(head, warp.integer(_LOST)))
-            head, mine, second, follower = warp.when(empty, again, (head, mine, second, follower))
+            head, mine, second, follower = yield warp, empty, again, (head, mine, second, follower)
 
 
-def _two_best(warp, numbers: Sequence[Any], offsets: Sequence[int]) -> tuple[Any, Any]:
+def _two_best(warp, numbers: Sequence[Any], offsets: Sequence[int]) -> Any:
     """((number, offset) of the best of a lane, of the second best); of equals the lower offset comes first."""
     filler = (warp.number(-math.inf), warp.integer(0))
     found = [((x, warp.integer(o)),) for x, o in zip(numbers, offsets, strict=True)]
@@ -190,7 +222,7 @@ def _two_best(warp, numbers: Sequence[Any], offsets: Sequence[int]) -> tuple[Any
     return found[0]
 
 
-def _merge(warp, low, high, *, filler) -> tuple[Any, Any]:
+def _merge(warp, low, high, *, filler) -> Any:
     """The two best of two lots of one or two, best first; offsets of `high` are above those of `low`."""
     turned = warp.above(high[0][0], low[0][0])
     best = warp.largest(low[0][0], high[0][0]), warp.select(turned, high[0][1], low[0][1])
@@ -235,15 +267,17 @@ def _unsigned(warp, bits):
 class _Device:
     """Instructions on the words of this thread; float32 numbers are words as well."""
 
-    def __init__(self, memory: Any, scores: Any, row: int, width: int, vec: int):
+    def __init__(self, memory: Any, row: int, rows: int, size: int, width: int, vec: int):
         thread = Thread()
-        self.lane, self.row = thread.lane, thread.warp
+        self.lane = thread.lane
         self.first = thread.group * width + thread.column * vec
-        self._scores = Memory(memory).at(self.row * (4 * row))
+        self._scores = Memory(memory).at((thread.warp * rows + row) * (4 * size))
+
+    def keep(self, registers: Sequence[Any], vec: int) -> None:
+        """Write the scores of this lane, for `score`."""
         own = self._scores.at(self.first << 2)
-        for i, register in enumerate(scores.registers.flat):
+        for i, register in enumerate(registers):
             llvm.store(register, own.at(4 * PART_LANES * vec * i).pointer, alignment=4 * vec)
-        gpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
 
     integer = staticmethod(Word.of)
     number = staticmethod(_words.float_word)
@@ -301,14 +335,21 @@ class _Device:
         text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
         return Word(_together(text, x, lane))
 
-    def when(self, condition: Any, make: Callable[[], Sequence[Word]], old: Sequence[Word]) -> list[Word]:
-        """What `make` makes in the threads where the condition holds, which alone run it; `old` in the others."""
-        branch = gpu_utils.scf.IfOp(condition, [x.value.type for x in old], has_else=True)
+    def when(self, requests: Sequence[Any]) -> list[list[Word]]:
+        """For (condition, make, old): what `make()` makes where the condition holds, else `old`."""
+        condition = functools.reduce(arith.ori, [wanted for wanted, _, _ in requests])
+        before = [x.value for _, _, old in requests for x in old]
+        branch = gpu_utils.scf.IfOp(condition, [x.type for x in before], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            gpu_utils.scf.YieldOp([x.value for x in make()])
+            after = []
+            for wanted, make, old in requests:
+                new = make()
+                after += new if len(requests) == 1 else [_words.select(wanted, *x) for x in zip(new, old, strict=True)]
+            gpu_utils.scf.YieldOp([x.value for x in after])
         with ir.InsertionPoint(branch.else_block):
-            gpu_utils.scf.YieldOp([x.value for x in old])
-        return [Word(x) for x in branch.results]
+            gpu_utils.scf.YieldOp(before)
+        results = iter([Word(x) for x in branch.results])
+        return [[next(results) for _ in old] for _, _, old in requests]
 
 
 def _float(instruction: str, *operands: Word) -> Word:
@@ -380,5 +421,5 @@ class _Plain:
     def from_lane(self, x: jax.Array, lane: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, lane, 1)
 
-    def when(self, condition: jax.Array, make: Callable[[], Sequence[jax.Array]], old: Sequence[jax.Array]) -> Any:
-        return [jnp.where(condition, new, x) for new, x in zip(make(), old, strict=True)]
+    def when(self, requests: Sequence[Any]) -> list[list[jax.Array]]:
+        return [[jnp.where(wanted, *x) for x in zip(make(), old, strict=True)] for wanted, make, old in requests]

@@ -40,19 +40,24 @@ class Config:
     """That hold one of the eight parts of a token's experts: 2 or 4."""
     rows_out: bool = False
     """Results leave token by token, at most eight of each, instead of slot by slot to be transposed by XLA."""
-    heads: bool = False
-    """Lanes keep their two best numbers, and a kernel does everything: `_router_heads`. For four lanes a part."""
+    heads: int = 0
+    """Lanes keep their two best numbers of 1 or 2 tokens a warp, and one kernel does everything: see `_router_heads`.
+
+    For four lanes a part. 0: each choice looks through all numbers.
+    """
 
     def __post_init__(self):
         if self.lanes not in (2, 4):
             raise ValueError(f"lanes must be 2 or 4, got {self.lanes}")
+        if self.heads not in (0, 1, 2):
+            raise ValueError(f"heads must be 0, 1 or 2, got {self.heads}")
         if self.heads and (self.lanes != 4 or self.rows_out):
-            raise ValueError(f"heads=True goes with lanes=4 and rows_out=False, got {self}")
+            raise ValueError(f"heads goes with lanes=4 and rows_out=False, got {self}")
 
     @property
     def rows(self) -> int:
         """Tokens of a thread block."""
-        return WARPS * LANES // (PARTS * self.lanes)
+        return WARPS * (self.heads or LANES // (PARTS * self.lanes))
 
 
 def why_not(*, logits, top_k, num_groups, table, **_) -> str | None:
@@ -88,14 +93,17 @@ def configs(*, logits, top_k, **_) -> Iterator[Config]:
             config = Config(lanes=lanes, rows_out=rows_out)
             if _illegal(config, logits.shape[1], top_k) is None:
                 yield config
-    yield Config(heads=True)
+    for heads in (1, 2):
+        if _illegal(config := Config(heads=heads), logits.shape[1], top_k) is None:
+            yield config
 
 
 def _illegal(config: Config, E: int, top_k: int) -> str | None:
     if config.rows_out and top_k > PARTS:
         return f"rows_out=True is for top_k up to {PARTS}, got {top_k}"
-    if config.lanes == 2 and E > NARROW:
-        return f"lanes=2 holds at most {NARROW} experts, got {E}"
+    for name in ("lanes", "heads"):
+        if getattr(config, name) == 2 and E > NARROW:
+            return f"{name}=2 holds at most {NARROW} experts, got {E}"
     return None
 
 
@@ -104,6 +112,9 @@ def _layout(config: Config, width: int) -> Any:
     per_warp = config.rows // WARPS
     vec = next(v for v in (4, 2, 1) if width % (config.lanes * v) == 0)
     tile, piece = (config.rows, PARTS, width), config.lanes * vec
+    if config.heads == 2:  # both tokens in the registers of every lane
+        tiling = plgpu.Tiling((tile, (2, PARTS, piece), (vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
     if per_warp == 1 and piece == width:  # one layout must not have two names
         return plgpu.Layout.TILED(plgpu.Tiling((tile, (vec,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
     if per_warp == 1:
@@ -146,34 +157,36 @@ def router(
     def struck(x, where):
         return jnp.where(where, -math.inf, x)
 
-    def finite(x):
-        return _bounded(x, layout) if config.heads else _finite(x)
-
-    def added(ref):
+    def chosen_by(scores, ref):
+        """Finite: with a finite bias the sum of a score, at most 2^64, does not overflow."""
         if not config.heads:
-            return plgpu.load(ref, layout=layout, optimized=False)
-        return lax.broadcast_in_dim(plgpu.load(ref, layout=layout.reduce(0), optimized=False), shape, [1, 2])
+            return _finite(scores + plgpu.load(ref, layout=layout, optimized=False))
+        columns = layout.reduce(0)
+        finite = _bounded(plgpu.load(ref, layout=columns, optimized=False), columns)
+        return scores + lax.broadcast_in_dim(finite, shape, [1, 2])
 
     def body(logits_ref, *refs):
         bias_ref, (weights_ref, ids_ref, *scratch) = refs[: len(inputs) - 1], refs[len(inputs) - 1 :]
         at = pl.ds(lax.axis_index("block") * block, block)
-        x = finite(plgpu.load(logits_ref.at[at], layout=layout, optimized=False))
+        x = plgpu.load(logits_ref.at[at], layout=layout, optimized=False)
+        x = _bounded(x, layout) if config.heads else _finite(x)
         part = plgpu.broadcasted_iota(i32, shape, 1, layout=layout)
         inside = plgpu.broadcasted_iota(i32, shape, 2, layout=layout)
         number = part * width + inside
         x = struck(x, number >= real) if filled else x
         soft = _router_heads.softplus_of_exponential if config.heads else _log1p
-        scores = _scores(x, scoring, most, spread, layout, soft, exact=not renormalize)
+        scores = _scores(x, scoring, most, spread, layout, soft, not renormalize)
         if bias is None:
             rest = jnp.maximum(x - spread(most(x)), -_LARGE) if scoring == "softmax" else x
             choice = jnp.where(scores < _TINY, rest, scores)
         else:
-            choice = finite(scores + added(bias_ref[0]))
+            choice = chosen_by(scores, bias_ref[0])
         choice = struck(choice, number >= real) if filled else choice
         if config.heads:
             options = {"top_k": top_k, "renormalize": renormalize, "scaling": scaling}
             options |= {"kept": kept_groups if num_groups > 1 else None, "pairs": bias is not None}
-            _router_heads.choose(weights_ref.at[at], ids_ref.at[at], *scratch, scores, choice, layout, **options)
+            to = weights_ref.at[at], ids_ref.at[at]
+            _router_heads.choose(*to, scratch[0], scores, choice, layout=layout, **options)
             return
         if num_groups > 1:
             best = jnp.max(choice, 2)

@@ -173,16 +173,16 @@ def test_results_token_by_token_are_the_same(lanes, top_k, rng):
 
 
 @pytest.mark.parametrize(
-    ("E", "options"),
+    ("heads", "E", "options"),
     [
-        (32, {"top_k": 8}),
-        (160, {"top_k": 6, "num_groups": 8, "kept_groups": 3}),
-        (256, {"top_k": 6, "scoring": "sqrtsoftplus", "bias": 0.0}),
-        (256, {"top_k": 8, "scoring": "sigmoid", "bias": 0.0, "num_groups": 8, "kept_groups": 4}),
-        (300, {"top_k": 16, "scoring": "sigmoid", "bias": 0.0}),
+        (1, 32, {"top_k": 8}),
+        (1, 40, {"top_k": 12, "scoring": "sigmoid", "bias": 0.0}),
+        (2, 160, {"top_k": 6, "num_groups": 8, "kept_groups": 3}),
+        (1, 256, {"top_k": 8, "scoring": "sigmoid", "bias": 0.0, "num_groups": 8, "kept_groups": 4}),
+        (2, 256, {"top_k": 6, "scoring": "sqrtsoftplus", "bias": 0.0}),
     ],
 )
-def test_lanes_that_keep_their_best_choose_the_same(E, options, rng):
+def test_lanes_that_keep_their_best_choose_the_same(heads, E, options, rng):
     """Rows of ties, of runs that one lane holds, and of few different numbers, among which many are best of a lane."""
     args = make_inputs(rng, 7, E, **options)
     rows = np.array(args["logits"])
@@ -191,7 +191,7 @@ def test_lanes_that_keep_their_best_choose_the_same(E, options, rng):
     args["logits"] = jnp.asarray(rows)
     if E % 32 == 0 and "bias" in args:
         args["bias"] = args["bias"].at[: E // 4].set(0.0).at[E // 2 + 1].set(jnp.inf).at[3].set(jnp.nan)
-    found = (kernel(mosaic.Config(heads=heads), **args) for heads in (True, False))
+    found = (kernel(mosaic.Config(heads=n), **args) for n in (heads, 0))
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -235,9 +235,11 @@ def test_lanes_that_do_not_exist_or_fit():
     with pytest.raises(ValueError, match="rows_out=True is for top_k up to 8, got 9"):
         kernel(mosaic.Config(rows_out=True), logits=jnp.zeros((4, 64)), top_k=9)
     found = list(mosaic.configs(logits=jnp.zeros((4, 512)), top_k=9))
-    assert found == [mosaic.Config(lanes=4), mosaic.Config(heads=True)]
-    with pytest.raises(ValueError, match="heads=True goes with lanes=4 and rows_out=False"):
-        mosaic.Config(heads=True, lanes=2)
+    assert found == [mosaic.Config(lanes=4), mosaic.Config(heads=1)]
+    with pytest.raises(ValueError, match="heads goes with lanes=4 and rows_out=False"):
+        mosaic.Config(heads=1, lanes=2)
+    with pytest.raises(ValueError, match="heads must be 0, 1 or 2, got 3"):
+        mosaic.Config(heads=3)
 
 
 def test_new_routings_do_not_recompile(rng):
