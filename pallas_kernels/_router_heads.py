@@ -103,11 +103,12 @@ def choose(
     inline(emit)(weights_ref, ids_ref, scores_ref, scores, choice)
 
 
-def softplus_of_exponential(u: jax.Array, layout: Any) -> jax.Array:
-    """`log1p(u)` for u from 0 to e^20 as `log(w) * (u / (w - 1))` with w = 1 + u, and u where w is 1.
+def softplus(x: jax.Array, layout: Any) -> jax.Array:
+    """log1p(u) of u = exp(x) as `log(w) * (u / (w - 1))` with w = 1 + u, and u where w is 1; anything for x above 20.
 
     The instructions are those that `jnp.log` and `/` become, less what they do for numbers that w is not.
     """
+    u = jnp.exp(x)
     if _mosaic.interpreting():
         w = 1 + u
         return jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
@@ -122,17 +123,17 @@ def softplus_of_exponential(u: jax.Array, layout: Any) -> jax.Array:
 
 
 def _log1p(u: Word) -> Word:
-    """See `softplus_of_exponential`."""
+    """See `softplus`."""
     constant = _words.float_word
     w = _float("add.rn", u, constant(1))
     exponent = (w + -0x3F2AAAAB) & -0x800000
     f = _float("add.rn", w + (~exponent + 1), constant(-1))
-    power = _float("mul.rn", _words.asm("cvt.rn.f32.s32 $0, $1;", exponent), constant(2.0**-23))
+    power = _words.asm("cvt.rn.f32.s32 $0, $1;", exponent)  # times 2^23
     series = constant(_LOGARITHM[0])
     for coefficient in _LOGARITHM[1:]:
         series = _float("fma.rn", series, f, constant(coefficient))
     series = _float("fma.rn", _float("mul.rn", f, series), f, f)
-    logarithm = _float("fma.rn", power, constant(math.log(2)), series)
+    logarithm = _float("fma.rn", power, constant(math.log(2) * 2.0**-23), series)
     inverse = _words.asm("rcp.approx.ftz.f32 $0, $1;", _float("add.rn", w, constant(-1)))
     both = _float("mul.rn", logarithm, _float("mul.rn", inverse, u))
     return _words.select(_same(w, constant(1)), u, both)

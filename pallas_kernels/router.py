@@ -174,7 +174,7 @@ def router(
         inside = plgpu.broadcasted_iota(i32, shape, 2, layout=layout)
         number = part * width + inside
         x = struck(x, number >= real) if filled else x
-        soft = _router_heads.softplus_of_exponential if config.heads else _log1p
+        soft = _router_heads.softplus if config.heads else _softplus
         scores = _scores(x, scoring, most, spread, layout, soft, not renormalize)
         if bias is None:
             rest = jnp.maximum(x - spread(most(x)), -_LARGE) if scoring == "softmax" else x
@@ -261,11 +261,12 @@ def _scores(x, scoring, most, spread, layout, soft, exact):
         return _mosaic.divide(e, spread(_total(e) if exact else _sum(e)), layout)
     if scoring == "sigmoid":
         return 1 / (1 + jnp.exp(-x))
-    return jnp.sqrt(jnp.where(x > _FROM, x, soft(jnp.exp(jnp.minimum(x, _FROM)), layout)))
+    return jnp.sqrt(jnp.where(x > _FROM, x, soft(x, layout)))
 
 
-def _log1p(u, _):
-    """`log1p(u)` for u from 0 to e^20: log(w) * u / (w - 1) with w = 1 + u, and u where w is 1."""
+def _softplus(x, _):
+    """log1p(u) of u = exp(x) up to e^20: log(w) * u / (w - 1) with w = 1 + u, and u where w is 1."""
+    u = jnp.exp(jnp.minimum(x, _FROM))
     w = 1 + u
     return jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
 
