@@ -198,7 +198,8 @@ def router(
             closed = struck(jnp.zeros_like(best), group < PARTS)
             for _ in range(kept_groups):
                 top = lax.broadcast_in_dim(jnp.max(best, 1), best.shape, [0])
-                mine = lax.broadcast_in_dim(jnp.min(jnp.where(best == top, group, PARTS), 1), best.shape, [0]) == group
+                left = (best == top) & (closed < 0)  # sums of two may be -inf, as those struck out are
+                mine = lax.broadcast_in_dim(jnp.min(jnp.where(left, group, PARTS), 1), best.shape, [0]) == group
                 closed, best = jnp.where(mine, 0.0, closed), struck(best, mine)
             choice = choice + lax.broadcast_in_dim(closed, shape, [0, 1])
         weights, ids = [], []

@@ -104,6 +104,15 @@ def test_a_masked_group_is_never_chosen():
     assert ids[0].tolist() == [4, 5, 6, 7, 0, 1]
 
 
+@pytest.mark.parametrize("heads", [0, 1])
+def test_as_many_groups_are_kept_if_few_hold_a_finite_bias(heads):
+    bias = jnp.full(32, -jnp.inf).at[4:8].set(0.0)
+    args = {"logits": jnp.zeros((1, 32)), "scoring": "sigmoid", "bias": bias, "top_k": 10}
+    weights, ids = kernel(mosaic.Config(heads=heads), **args, num_groups=8, kept_groups=3)
+    assert ids[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9]
+    np.testing.assert_array_equal(weights, np.full_like(weights, 0.1))
+
+
 def test_a_group_counts_by_its_two_best_with_a_bias_and_by_its_best_without():
     logits = row(3.0, -9.0, 2.0, 2.0)
     options = {"top_k": 1, "scoring": "sigmoid", "num_groups": 2, "kept_groups": 1}
