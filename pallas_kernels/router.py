@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _router_heads
 
 PARTS, WARPS, LANES = 8, 4, 32
 MOST_EXPERTS, MOST_CHOSEN = 512, 16
@@ -40,15 +40,24 @@ class Config:
     """That hold one of the eight parts of a token's experts: 2 or 4."""
     rows_out: bool = False
     """Results leave token by token, at most eight of each, instead of slot by slot to be transposed by XLA."""
+    heads: int = 0
+    """Lanes keep their two best numbers of 1 or 2 tokens a warp, and one kernel does everything: see `_router_heads`.
+
+    For four lanes a part. 0: each choice looks through all numbers.
+    """
 
     def __post_init__(self):
         if self.lanes not in (2, 4):
             raise ValueError(f"lanes must be 2 or 4, got {self.lanes}")
+        if self.heads not in (0, 1, 2):
+            raise ValueError(f"heads must be 0, 1 or 2, got {self.heads}")
+        if self.heads and (self.lanes != 4 or self.rows_out):
+            raise ValueError(f"heads goes with lanes=4 and rows_out=False, got {self}")
 
     @property
     def rows(self) -> int:
         """Tokens of a thread block."""
-        return WARPS * LANES // (PARTS * self.lanes)
+        return WARPS * (self.heads or LANES // (PARTS * self.lanes))
 
 
 def why_not(*, logits, top_k, num_groups, table, **_) -> str | None:
@@ -84,13 +93,17 @@ def configs(*, logits, top_k, **_) -> Iterator[Config]:
             config = Config(lanes=lanes, rows_out=rows_out)
             if _illegal(config, logits.shape[1], top_k) is None:
                 yield config
+    for heads in (1, 2):
+        if _illegal(config := Config(heads=heads), logits.shape[1], top_k) is None:
+            yield config
 
 
 def _illegal(config: Config, E: int, top_k: int) -> str | None:
     if config.rows_out and top_k > PARTS:
         return f"rows_out=True is for top_k up to {PARTS}, got {top_k}"
-    if config.lanes == 2 and E > NARROW:
-        return f"lanes=2 holds at most {NARROW} experts, got {E}"
+    for name in ("lanes", "heads"):
+        if getattr(config, name) == 2 and E > NARROW:
+            return f"{name}=2 holds at most {NARROW} experts, got {E}"
     return None
 
 
@@ -99,6 +112,9 @@ def _layout(config: Config, width: int) -> Any:
     per_warp = config.rows // WARPS
     vec = next(v for v in (4, 2, 1) if width % (config.lanes * v) == 0)
     tile, piece = (config.rows, PARTS, width), config.lanes * vec
+    if config.heads == 2:  # both tokens in the registers of every lane
+        tiling = plgpu.Tiling((tile, (2, PARTS, piece), (vec,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
     if per_warp == 1 and piece == width:  # one layout must not have two names
         return plgpu.Layout.TILED(plgpu.Tiling((tile, (vec,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
     if per_warp == 1:
@@ -126,7 +142,8 @@ def router(
     one = layout.reduce(2).reduce(1)
     inputs = [jnp.pad(logits, ((0, rows - T), (0, E - real))).reshape(rows, PARTS, width)]
     if bias is not None:
-        inputs.append(jnp.broadcast_to(jnp.pad(bias, (0, E - real)).reshape(PARTS, width), shape))
+        bias = jnp.pad(bias, (0, E - real)).reshape(PARTS, width)
+        inputs.append(bias if config.heads else jnp.broadcast_to(bias, shape))
 
     def most(x):
         return jnp.max(jnp.max(x, 2), 1)
@@ -140,21 +157,37 @@ def router(
     def struck(x, where):
         return jnp.where(where, -math.inf, x)
 
+    def chosen_by(scores, ref):
+        """Finite: with a finite bias the sum of a score, at most 2^64, does not overflow."""
+        if not config.heads:
+            return _finite(scores + plgpu.load(ref, layout=layout, optimized=False))
+        columns = layout.reduce(0)
+        finite = _bounded(plgpu.load(ref, layout=columns, optimized=False), columns)
+        return scores + lax.broadcast_in_dim(finite, shape, [1, 2])
+
     def body(logits_ref, *refs):
-        *bias_ref, weights_ref, ids_ref = refs
+        bias_ref, (weights_ref, ids_ref, *scratch) = refs[: len(inputs) - 1], refs[len(inputs) - 1 :]
         at = pl.ds(lax.axis_index("block") * block, block)
-        x = _finite(plgpu.load(logits_ref.at[at], layout=layout, optimized=False))
+        x = plgpu.load(logits_ref.at[at], layout=layout, optimized=False)
+        x = _bounded(x, layout) if config.heads else _finite(x)
         part = plgpu.broadcasted_iota(i32, shape, 1, layout=layout)
         inside = plgpu.broadcasted_iota(i32, shape, 2, layout=layout)
         number = part * width + inside
         x = struck(x, number >= real) if filled else x
-        scores = _scores(x, scoring, most, spread, layout, exact=not renormalize)
+        soft = _router_heads.softplus if config.heads else _softplus
+        scores = _scores(x, scoring, most, spread, layout, soft, not renormalize)
         if bias is None:
             rest = jnp.maximum(x - spread(most(x)), -_LARGE) if scoring == "softmax" else x
             choice = jnp.where(scores < _TINY, rest, scores)
         else:
-            choice = _finite(scores + plgpu.load(bias_ref[0], layout=layout, optimized=False))
+            choice = chosen_by(scores, bias_ref[0])
         choice = struck(choice, number >= real) if filled else choice
+        if config.heads:
+            options = {"top_k": top_k, "renormalize": renormalize, "scaling": scaling}
+            options |= {"kept": kept_groups if num_groups > 1 else None, "pairs": bias is not None}
+            to = weights_ref.at[at], ids_ref.at[at]
+            _router_heads.choose(*to, scratch[0], scores, choice, layout=layout, **options)
+            return
         if num_groups > 1:
             best = jnp.max(choice, 2)
             if bias is not None and width > 1:
@@ -165,7 +198,8 @@ def router(
             closed = struck(jnp.zeros_like(best), group < PARTS)
             for _ in range(kept_groups):
                 top = lax.broadcast_in_dim(jnp.max(best, 1), best.shape, [0])
-                mine = lax.broadcast_in_dim(jnp.min(jnp.where(best == top, group, PARTS), 1), best.shape, [0]) == group
+                left = (best == top) & (closed < 0)  # sums of two may be -inf, as those struck out are
+                mine = lax.broadcast_in_dim(jnp.min(jnp.where(left, group, PARTS), 1), best.shape, [0]) == group
                 closed, best = jnp.where(mine, 0.0, closed), struck(best, mine)
             choice = choice + lax.broadcast_in_dim(closed, shape, [0, 1])
         weights, ids = [], []
@@ -190,15 +224,16 @@ def router(
             _mosaic.store(weights_ref.at[a, at], w)
             _mosaic.store(ids_ref.at[a, at], chosen)
 
-    out = (rows, PARTS) if config.rows_out else (top_k, rows)
+    out = (rows, top_k) if config.heads else (rows, PARTS) if config.rows_out else (top_k, rows)
     weights, ids = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(out, f32), jax.ShapeDtypeStruct(out, i32)],
+        scratch_types=[plgpu.SMEM((block, E), f32)] if config.heads else [],
         grid=(rows // block,),
         grid_names=("block",),
         kernel_name="router",
     )(*inputs)
-    if config.rows_out:
+    if config.rows_out or config.heads:
         return weights[:T, :top_k], ids[:T, :top_k]
     return weights[:, :T].T, ids[:, :T].T
 
@@ -216,16 +251,25 @@ def _finite(x):
     return jnp.where(x == x, jnp.clip(x, -_LARGE, _LARGE), -_LARGE)
 
 
-def _scores(x, scoring, most, spread, layout, exact):
+def _bounded(x, layout):
+    """`_finite` in half the instructions."""
+    return jnp.minimum(_mosaic.larger(x, jnp.full_like(x, -_LARGE), layout), _LARGE)
+
+
+def _scores(x, scoring, most, spread, layout, soft, exact):
     if scoring == "softmax":
         e = jnp.exp(x - spread(most(x)))
         return _mosaic.divide(e, spread(_total(e) if exact else _sum(e)), layout)
     if scoring == "sigmoid":
         return 1 / (1 + jnp.exp(-x))
+    return jnp.sqrt(jnp.where(x > _FROM, x, soft(x, layout)))
+
+
+def _softplus(x, _):
+    """log1p(u) of u = exp(x) up to e^20: log(w) * u / (w - 1) with w = 1 + u, and u where w is 1."""
     u = jnp.exp(jnp.minimum(x, _FROM))
-    w = 1 + u  # log1p(u) = log(w) * u / (w - 1), and u where w is 1
-    soft = jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
-    return jnp.sqrt(jnp.where(x > _FROM, x, soft))
+    w = 1 + u
+    return jnp.where(w == 1, u, jnp.log(w) * (u / jnp.where(w == 1, 1.0, w - 1)))
 
 
 def _sum(x):

@@ -104,6 +104,15 @@ def test_a_masked_group_is_never_chosen():
     assert ids[0].tolist() == [4, 5, 6, 7, 0, 1]
 
 
+@pytest.mark.parametrize("heads", [0, 1])
+def test_as_many_groups_are_kept_if_few_hold_a_finite_bias(heads):
+    bias = jnp.full(32, -jnp.inf).at[4:8].set(0.0)
+    args = {"logits": jnp.zeros((1, 32)), "scoring": "sigmoid", "bias": bias, "top_k": 10}
+    weights, ids = kernel(mosaic.Config(heads=heads), **args, num_groups=8, kept_groups=3)
+    assert ids[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9]
+    np.testing.assert_array_equal(weights, np.full_like(weights, 0.1))
+
+
 def test_a_group_counts_by_its_two_best_with_a_bias_and_by_its_best_without():
     logits = row(3.0, -9.0, 2.0, 2.0)
     options = {"top_k": 1, "scoring": "sigmoid", "num_groups": 2, "kept_groups": 1}
@@ -172,6 +181,30 @@ def test_results_token_by_token_are_the_same(lanes, top_k, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("heads", "E", "options"),
+    [
+        (1, 32, {"top_k": 8}),
+        (1, 40, {"top_k": 12, "scoring": "sigmoid", "bias": 0.0}),
+        (2, 160, {"top_k": 6, "num_groups": 8, "kept_groups": 3}),
+        (1, 256, {"top_k": 8, "scoring": "sigmoid", "bias": 0.0, "num_groups": 8, "kept_groups": 4}),
+        (2, 256, {"top_k": 6, "scoring": "sqrtsoftplus", "bias": 0.0}),
+    ],
+)
+def test_lanes_that_keep_their_best_choose_the_same(heads, E, options, rng):
+    """Rows of ties, of runs that one lane holds, and of few different numbers, among which many are best of a lane."""
+    args = make_inputs(rng, 7, E, **options)
+    rows = np.array(args["logits"])
+    rows[1], rows[2], rows[3], rows[4] = np.round(rows[1]), 0, np.sort(rows[3]), np.sort(rows[4])[::-1]
+    rows[5, : 2 * options["top_k"]] = 8
+    args["logits"] = jnp.asarray(rows)
+    if E % 32 == 0 and "bias" in args:
+        args["bias"] = args["bias"].at[: E // 4].set(0.0).at[E // 2 + 1].set(jnp.inf).at[3].set(jnp.nan)
+    found = (kernel(mosaic.Config(heads=n), **args) for n in (heads, 0))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_softmax_weights_of_the_kernel_keep_the_sum_over_all_experts(rng):
     """Not renormalized (DeepSeek-V2): the first weight is 1 / sum."""
     args = make_inputs(rng, 16, 160, top_k=6, renormalize=False)
@@ -211,7 +244,11 @@ def test_lanes_that_do_not_exist_or_fit():
     with pytest.raises(ValueError, match="rows_out=True is for top_k up to 8, got 9"):
         kernel(mosaic.Config(rows_out=True), logits=jnp.zeros((4, 64)), top_k=9)
     found = list(mosaic.configs(logits=jnp.zeros((4, 512)), top_k=9))
-    assert found == [mosaic.Config(lanes=4)]
+    assert found == [mosaic.Config(lanes=4), mosaic.Config(heads=1)]
+    with pytest.raises(ValueError, match="heads goes with lanes=4 and rows_out=False"):
+        mosaic.Config(heads=1, lanes=2)
+    with pytest.raises(ValueError, match="heads must be 0, 1 or 2, got 3"):
+        mosaic.Config(heads=3)
 
 
 def test_new_routings_do_not_recompile(rng):
