@@ -32,6 +32,8 @@ class Config:
     """Steps of 128 inputs in flight."""
     eight: bool = False
     """Multiply FP8 codes as such."""
+    staged: bool = False
+    """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
@@ -51,6 +53,8 @@ class Config:
             raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.staged and (not self.eight or self.warpgroups % 2):
+            raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {self.eight} and {self.warpgroups}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
 
@@ -154,7 +158,8 @@ def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
     out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
-    return c.stages * (c.warpgroups * 2 * FEATURES * INPUTS // 2 + x) + out + 2048
+    w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
+    return c.stages * (w + x) + out + 2048
 
 
 def illegal(c: Config, T: int, **args) -> str | None:

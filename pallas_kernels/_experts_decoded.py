@@ -28,6 +28,8 @@ from pallas_kernels._nibbles import FEATURES, INPUTS
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
 """Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
 those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
+STAGED = {2: (72, 216), 4: (32, 112)}
+"""The same where the warpgroup that loads decodes scales."""
 PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
 """Registers of a thread for 8-bit products that are under way."""
 ALIGNED = 4
@@ -295,11 +297,13 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         "w_ring": plgpu.SMEM((c.stages, 2, x.features, INPUTS // 2), jnp.uint8, transforms=_inline.span(64)),
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
         "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
-        "full": plgpu.Barrier(num_arrivals=4, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=5 if c.staged else 4, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
     if c.eight:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
+    if c.staged:
+        scratch["power_ring"] = plgpu.SMEM((c.stages, 2, x.features, 4), f32)
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
     if x.codes:
@@ -312,6 +316,7 @@ def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
+    registers = (STAGED if c.staged else REGISTERS).get(c.warpgroups)
     count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
 
     def place(turn):
@@ -322,8 +327,8 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup == c.warpgroups)
     def _():
-        if c.warpgroups in REGISTERS:
-            plgpu.set_max_registers(REGISTERS[c.warpgroups][0], action="decrease")
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
@@ -333,8 +338,8 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
-        if c.warpgroups in REGISTERS:
-            plgpu.set_max_registers(REGISTERS[c.warpgroups][1], action="increase")
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
         lax.fori_loop(0, count, lambda turn, _: _multiply(x, r, warpgroup, *place(turn)), None)
         plgpu.wait_smem_to_gmem(0)
 
@@ -356,7 +361,15 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         features = pl.ds(across * x.features, x.features)
         return r.w.at[expert, features, half, inputs] if x.turns else r.w.at[expert, half, features, inputs]
 
-    def step(k, _):
+    def ahead(k):
+        """The scales of a step, as they are, for `c.staged`."""
+        if not c.staged:
+            return ()
+        starts = [across * x.width + (0 if x.act else half * x.features) for half in range(2)]
+        where = [(_lines(x, r.scale, half), expert, start, k) for half, start in enumerate(starts)]
+        return tuple(_nibbles.load_lines(*at, x.features, x.N - FEATURES) for at in where)
+
+    def step(k, words):
         at = first + k
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
@@ -368,12 +381,17 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
             plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full)
             scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
-            return
-        for half in range(2):
-            inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full)
+        else:
+            for half in range(2):
+                inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full)
+        for half, given in enumerate(words):
+            _nibbles.store_powers(r.power_ring.at[slot, half], given)
+        if c.staged:
+            plgpu.barrier_arrive(full)
+        return ahead(jnp.minimum(k + 1, x.steps - 1))
 
-    lax.fori_loop(0, x.steps, step, None)
+    lax.fori_loop(0, x.steps, step, ahead(i32(0)))
 
 
 def _prefetch(x: _Plan, r: Any, me) -> None:
@@ -481,17 +499,29 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
 
 
 def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+    """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
+    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
+
     def ahead(k):
+        if c.staged:
+            return ()
         return tuple(_nibbles.load_words(_lines(x, r.scale, half), expert, at, k) for half, at in enumerate(features))
 
-    depth = max(2, min(8, 2 * PARTS[x.config.warpgroups] // x.config.tokens))
+    depth = max(2, min(8, 2 * PARTS[c.warpgroups] // c.tokens))
+    order = [(half, s) for half in range(2) for s in range(4)]
+    if c.staged:
+        order = [(half, s) for s in range(4) for half in range(2)]
+
+    def row(slot, s):
+        return plgpu.load(r.scale_ring.at[slot, s * x.row_scales // 4], layout=COLUMN, optimized=False)
 
     def add(slot, sums, now):
-        sums, todo, started = list(sums), [(half, s) for half in range(2) for s in range(4)], []
+        sums, todo, started, rows = list(sums), [*order], [], {}
+        powers = [_nibbles.load_powers(r.power_ring.at[slot, half, mine]) for half in range(2)] if c.staged else []
 
         def start(over=None):
             half, s = todo.pop(0)
-            words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
+            words = r.w_ring.at[slot, half, mine]
             started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot], s, over)))
 
         for _ in range(depth):
@@ -499,10 +529,11 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         while started:
             half, s, part = started.pop(0)
             part = _inline.settle(part, len(started))
-            line = r.scale_ring.at[slot, s * x.row_scales // 4]
-            row = plgpu.load(line, layout=COLUMN, optimized=False)
-            scaled = part * lax.broadcast_in_dim(row, part.shape, [1])
-            sums[half] = _inline.add_scaled(sums[half], _nibbles.power(now[half], s), scaled)
+            if not (c.staged and s in rows):
+                rows[s] = row(slot, s)
+            scaled = part * lax.broadcast_in_dim(rows[s], part.shape, [1])
+            power = powers[half][s] if c.staged else _nibbles.power(now[half], s)
+            sums[half] = _inline.add_scaled(sums[half], power, scaled)
             if todo:
                 start(part)
         return tuple(sums)
