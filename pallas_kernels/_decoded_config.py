@@ -1,6 +1,7 @@
 """Which tiles `_experts_decoded` multiplies, and what it can multiply at all."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -54,7 +55,8 @@ class Config:
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
         if self.staged and (not self.eight or self.warpgroups % 2):
-            raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {self.eight} and {self.warpgroups}")
+            given = f"eight={self.eight} and warpgroups={self.warpgroups}"
+            raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
 
@@ -112,9 +114,18 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
         if T <= MOST_SHARED:
             for warpgroups in (2, 3, 4) if T <= 32 else (1, 2):
                 for stages in (4, 6, 8, 12):
-                    yield from _legal(
-                        shared=True, tokens=-(-T // 8) * 8, eight=eight, warpgroups=warpgroups, stages=stages
-                    )
+                    for staged in {False, eight and warpgroups % 2 == 0}:
+                        yield from _legal(
+                            shared=True,
+                            tokens=-(-T // 8) * 8,
+                            eight=eight,
+                            warpgroups=warpgroups,
+                            stages=stages,
+                            staged=staged,
+                        )
+            for warpgroups, stages in itertools.product((2, 4), (4, 5, 8)):  # tiles of what an expert gets, not of T
+                for staged in {False, eight}:
+                    yield from _legal(tokens=8, eight=eight, warpgroups=warpgroups, stages=stages, staged=staged)
         most = MOST_EIGHT if eight else MOST
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):

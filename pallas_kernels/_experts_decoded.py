@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
-from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
+from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default_config, illegal, why_not
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
@@ -101,7 +101,8 @@ def stages(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
+        sort = _routing.ranked_tiles if T <= MOST_SHARED else _routing.sorted_tiles
+        tiles = sort(which, weights, E, config.tokens // config.block, config.block)
     late, turns = weight_on == "output", activation == "swigluoai"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
