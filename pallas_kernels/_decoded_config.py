@@ -35,6 +35,10 @@ class Config:
     """Multiply FP8 codes as such."""
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
+    overlap: int = 1
+    """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
+    cluster: int = 1
+    """Thread blocks along the features that share the rows: 1 or 2, which needs `tokens` in multiples of 16."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
@@ -42,7 +46,8 @@ class Config:
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
-        for name, known in (("block", (8, 16, 32, 64)), ("warpgroups", (1, 2, 3, 4))):
+        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "cluster": (1, 2), "overlap": (1, 2, 4)}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         most = MOST_EIGHT if self.eight else MOST
@@ -54,6 +59,10 @@ class Config:
             raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.tokens % (8 * self.cluster):
+            raise ValueError(f"cluster={self.cluster} needs tokens in multiples of 16, got {self.tokens}")
+        if self.eight and self.overlap > 1:
+            raise ValueError(f"overlap={self.overlap} is for products without eight")
         if self.staged and (not self.eight or self.warpgroups % 2):
             given = f"eight={self.eight} and warpgroups={self.warpgroups}"
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
@@ -130,7 +139,12 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):
                 block = next(b for b in (16, 8) if tokens % b == 0)
-                yield from _legal(tokens=tokens, block=block, eight=eight, warpgroups=2, stages=stages)
+                how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
+                yield from _legal(**how, eight=eight)
+                if not eight and T > MOST_SHARED and stages in (4, 6):
+                    for overlap, cluster in ((2, 1), (4, 1), (1, 2), (2, 2)):
+                        if block % (8 * cluster) == 0:
+                            yield from _legal(**how, overlap=overlap, cluster=cluster)
 
 
 def _legal(**options) -> Iterator[Config]:

@@ -195,8 +195,8 @@ class _Plan:
 
     @property
     def across(self) -> int:
-        """Tiles side by side."""
-        return pl.cdiv(self.N, self.width)
+        """Tiles side by side, those outside that fill a cluster included."""
+        return pl.cdiv(self.N, self.width * self.config.cluster) * self.config.cluster
 
     @property
     def steps(self) -> int:
@@ -275,13 +275,14 @@ def _grouped(
         given = dict(zip((*inputs, *out), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
     found = plgpu.kernel(
         body,
         out_type=list(out.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
+        **({"cluster": (config.cluster,), "cluster_names": ("member",)} if config.cluster > 1 else {}),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="decoded_experts_up" if act else "decoded_experts_down",
@@ -299,7 +300,9 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
         "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
         "full": plgpu.Barrier(num_arrivals=5 if c.staged else 4, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
+        if c.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
     if c.eight:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
@@ -318,11 +321,12 @@ def _block(x: _Plan, r: Any) -> None:
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = (STAGED if c.staged else REGISTERS).get(c.warpgroups)
-    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+    member = lax.axis_index("member") if c.cluster > 1 else 0
+    count = lax.div(r.count[0] * (x.across // c.cluster) - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = me + turn * blocks
+        at = (me + turn * blocks) * c.cluster + member
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
@@ -335,7 +339,7 @@ def _block(x: _Plan, r: Any) -> None:
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
         if x.act and c.prefetch:
-            _prefetch(x, r, me)
+            _prefetch(x, r, me * c.cluster + member)
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
@@ -353,6 +357,7 @@ def _input_row(x: _Plan, r: Any, tile):
 def _load(x: _Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
+    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     expert, row = r.experts[tile], _input_row(x, r, tile)
     rows = pl.ds(row, c.tokens)
 
@@ -379,13 +384,13 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
             inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
             plgpu.copy_gmem_to_smem(weight(half, inputs), r.w_ring.at[slot, half], full)
         if c.eight:
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full, **share)
             scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
         else:
             for half in range(2):
                 inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
-                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full)
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full, **share)
         for half, given in enumerate(words):
             _nibbles.store_powers(r.power_ring.at[slot, half], given)
         if c.staged:
@@ -397,7 +402,7 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
 
 def _prefetch(x: _Plan, r: Any, me) -> None:
     """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across = pl.cdiv(r.then.shape[1], 2 * x.features)
+    across = pl.cdiv(r.then.shape[1], 2 * x.features * x.config.cluster) * x.config.cluster
     tile = lax.div(me, i32(across))
 
     @pl.when(tile < r.count[0])
@@ -496,7 +501,43 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         scales, zeros = now
         return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot])
 
-    return _steps(x, r, first, ahead, add)
+    def start(slot, half, part, now):
+        words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
+        scales, zeros = (None if given is None else given[half] for given in now)
+        return _nibbles.start(x.code, x.kind, part, words, scales, zeros, r.x_ring.at[slot])
+
+    return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
+
+
+def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
+    """`_steps` by several: one half is decoded while the other one multiplies, and all is waited for at their end."""
+    c, groups = x.config, 2
+
+    def release(k):
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[lax.rem(first + k, i32(c.stages))])
+
+    def together(k, carry, count):
+        (gate, up), now = carry
+        for i in range(count):
+            later = ahead(jnp.minimum(k + i + 1, x.steps - 1))
+            slot = lax.rem(first + k + i, i32(c.stages))
+            plgpu.barrier_wait(r.full.at[slot])
+            gate = start(slot, 0, _inline.settle(gate, groups) if i else gate, now)
+            if i:
+                up = _inline.settle(up, groups)
+                release(k + i - 1)
+            up = start(slot, 1, up, now)
+            now = later
+        gate, up = _inline.settle(gate, 0), _inline.settle(up, 0)
+        release(k + count - 1)
+        return (gate, up), now
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
+    whole, rest = divmod(x.steps, c.overlap)
+    carry = (zero, zero), ahead(i32(0))
+    carry = lax.fori_loop(0, whole, lambda n, carry: together(n * c.overlap, carry, c.overlap), carry)
+    return (together(i32(whole * c.overlap), carry, rest) if rest else carry)[0]
 
 
 def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:

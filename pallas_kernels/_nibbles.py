@@ -381,6 +381,26 @@ def multiply(
     return tuple(inline(emit)(x, *flat))
 
 
+def start(
+    code: _decode.Code, kind: str, sums: jax.Array, words: Any, scales: jax.Array, zeros: jax.Array | None, x: Any
+) -> jax.Array:
+    """`multiply` of one weight, only started: two groups of instructions, to be `_inline.settle`d."""
+    if _mosaic.interpreting():
+        return multiply(code, kind, [sums], [words], [scales], None if zeros is None else [zeros], x)[0]
+    n = sums.shape[1]
+
+    def emit(context, x, sums, words, scales, *zeros):
+        del context
+        acc = _Emitter(code, kind).started(x, _inline.registers(sums), words, scales, *zeros, n=n)
+        return _inline.array(acc, n, jnp.float32)
+
+    given, acc = () if zeros is None else (zeros,), _inline.WGMMA
+    types = (plgpu.RefType(_inline.span()), acc, plgpu.RefType(_inline.span(64)), acc, *(acc for _ in given))
+    out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=acc)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
+    return inline(emit)(x, sums, words, scales, *given)
+
+
 def _spread(columns: jax.Array) -> jax.Array:
     """[64, 8] of `load` for each of the 128 places of inputs."""
     y = columns.reshape(FEATURES, 4, 2).transpose(0, 2, 1)[:, :, None, :, None]  # b, (j i), c, e
@@ -400,15 +420,19 @@ class _Emitter(_decode._Emitter):
         self.kind = kind
 
     def products(self, x, sums, words, scales, zeros=None, *, n: int):
-        accs = [_inline.registers(acc) for acc in sums]
-        for i, ref in enumerate(words):
-            zero = self.offsets(None) if zeros is None else self.zero_points(zeros[i])
-            tile = self.fragment(self.lane_words(ref), self.scale_numbers(scales[i]), zero)
-            for half in range(2):
-                part = tile[8 * half : 8 * half + 8]
-                accs[i] = self.issue(accs[i], part, utils.memref_slice(x, half), n)
+        accs = [
+            self.started(x, _inline.registers(acc), words[i], scales[i], zeros[i] if zeros else None, n=n)
+            for i, acc in enumerate(sums)
+        ]
         flat, each = _inline.wait([x for acc in accs for x in acc], 0, jnp.float32), len(accs[0])
         return [_inline.array(flat[i * each : (i + 1) * each], n, jnp.float32) for i in range(len(accs))]
+
+    def started(self, x, acc, words, scales, zeros=None, *, n: int):
+        zero = self.offsets(None) if zeros is None else self.zero_points(zeros)
+        tile = self.fragment(self.lane_words(words), self.scale_numbers(scales), zero)
+        for half in range(2):
+            acc = self.issue(acc, tile[8 * half : 8 * half + 8], utils.memref_slice(x, half), n)
+        return acc
 
     def place(self):
         """Byte offset of the thread's first row, and what its chunks of 16 bytes are swizzled with."""

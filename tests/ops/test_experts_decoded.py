@@ -70,6 +70,7 @@ def steps_apart(a, b):
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
         (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
+        (20, 320, 64, SORTED | {"overlap": 2, "cluster": 2}, OSS),
     ],
 )
 def test_every_path_of_the_kernel(T, M, F, config, options, rng):
@@ -95,6 +96,13 @@ def test_scales_decoded_by_who_loads_change_no_bit(rng):
         args[name] = args[name].at[0, 3, 1].set(0).at[1, 190, 0].set(255)
     how = {"tokens": 8, "warpgroups": 4, "stages": 2, "eight": True}
     found, wanted = (kernel(args, **how, staged=staged).view(np.int16) for staged in (True, False))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("more", [{"overlap": 4}, {"cluster": 2, "stages": 4}])
+def test_how_steps_follow_each_other_changes_no_bit(more, rng):
+    args = random_inputs(rng, 12, 2, 3, 192, 64, format="mxfp4")
+    found, wanted = (kernel(args, **SORTED | options).view(np.int16) for options in (more, {}))
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -174,6 +182,8 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"tokens": 24, "block": 16}, "tokens must be a multiple of block=16, got 24"),
         ({"tokens": 72, "shared": True}, "shared rows are at most 64, got tokens=72"),
         ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
+        ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
+        ({"tokens": 24, "cluster": 2}, "cluster=2 needs tokens in multiples of 16, got 24"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"prefetch": -1}, "prefetch must not be negative, got -1"),
