@@ -42,6 +42,8 @@ class Config:
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
+    encoder: bool = False
+    """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
     prefetch: int = 0
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
@@ -63,6 +65,8 @@ class Config:
             raise ValueError(f"cluster={self.cluster} needs tokens in multiples of 16, got {self.tokens}")
         if self.eight and self.overlap > 1:
             raise ValueError(f"overlap={self.overlap} is for products without eight")
+        if self.encoder and not self.eight:
+            raise ValueError("encoder is for products with eight")
         if self.staged and (not self.eight or self.warpgroups % 2):
             given = f"eight={self.eight} and warpgroups={self.warpgroups}"
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
@@ -134,7 +138,8 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                         )
             for warpgroups, stages in itertools.product((2, 4), (4, 5, 8)):  # tiles of what an expert gets, not of T
                 for staged in {False, eight}:
-                    yield from _legal(tokens=8, eight=eight, warpgroups=warpgroups, stages=stages, staged=staged)
+                    how = {"tokens": 8, "eight": eight, "warpgroups": warpgroups, "stages": stages, "staged": staged}
+                    yield from _legal(**how, encoder=staged)
         most = MOST_EIGHT if eight else MOST
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):

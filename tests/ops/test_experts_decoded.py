@@ -64,7 +64,7 @@ def steps_apart(a, b):
     ("T", "M", "F", "config", "options"),
     [
         (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
-        (9, 64, 192, SHARED | {"warpgroups": 2, "eight": True, "staged": True}, MEGAMOE),
+        (9, 64, 192, SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True}, MEGAMOE),
         (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
         (9, 192, 64, SHARED, OSS),
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
@@ -183,6 +183,7 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"tokens": 72, "shared": True}, "shared rows are at most 64, got tokens=72"),
         ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
         ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
+        ({"encoder": True}, "encoder is for products with eight"),
         ({"tokens": 24, "cluster": 2}, "cluster=2 needs tokens in multiples of 16, got 24"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
