@@ -158,9 +158,9 @@ def multiply(
     """
     n = acc.shape[1]
     if _mosaic.interpreting():
-        for *weight, x in tiles:
+        for words, scales, zeros, x in tiles:
             halves = [x.at[:, pl.ds(half * HALF, HALF)] if boxed else x.at[half] for half in range(2)]
-            acc = acc + _interpreted(code, *weight, halves, n, spare)
+            acc = acc + _interpreted(code, words, scales, zeros, halves, n, spare)
         return acc
     given = [[ref for ref in tile if ref is not None] for tile in tiles]
     names = [i for i, ref in enumerate(tiles[0]) if ref is not None]

@@ -13,6 +13,11 @@ from pallas_kernels._nibbles import FEATURES, INPUTS
 FORMATS = ("wna16", "mxfp4", "nvfp4")
 MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
+REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
+"""Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
+those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
+STAGED = {2: (72, 216), 4: (32, 112)}
+"""The same where the warpgroup that loads decodes scales."""
 MOST, MOST_EIGHT = 128, 64
 """Rows of a tile: two halves of 64 features need a register for each, 8-bit parts as many again."""
 
@@ -72,6 +77,11 @@ class Config:
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that loads and of one that multiplies, None = as they are."""
+        return (STAGED if self.staged else REGISTERS).get(self.warpgroups)
 
 
 def why_not(*, x, w13, format, w13_scale, w2_scale, **_) -> str | None:

@@ -25,11 +25,6 @@ from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
-REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
-"""Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
-those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
-STAGED = {2: (72, 216), 4: (32, 112)}
-"""The same where the warpgroup that loads decodes scales."""
 PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
 """Registers of a thread for 8-bit products that are under way."""
 ALIGNED = 4
@@ -320,7 +315,7 @@ def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
-    registers = (STAGED if c.staged else REGISTERS).get(c.warpgroups)
+    registers = c.registers
     member = lax.axis_index("member") if c.cluster > 1 else 0
     count = lax.div(r.count[0] * (x.across // c.cluster) - me + (blocks - 1), i32(blocks))
 
@@ -503,8 +498,9 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
 
     def start(slot, half, part, now):
         words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
-        scales, zeros = (None if given is None else given[half] for given in now)
-        return _nibbles.start(x.code, x.kind, part, words, scales, zeros, r.x_ring.at[slot])
+        scales, zeros = now
+        zeros = None if zeros is None else zeros[half]
+        return _nibbles.start(x.code, x.kind, part, words, scales[half], zeros, r.x_ring.at[slot])
 
     return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
 

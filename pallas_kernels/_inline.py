@@ -46,7 +46,7 @@ def span(swizzle: int = 128) -> tuple[Any, ...]:
 
 def spans(rows: int) -> tuple[Any, ...]:
     """Transforms of [rows, some swizzle spans] of 16-bit numbers that lie span by span, each as `span` has it."""
-    return (plgpu.TilingTransform((rows, 64)), *span())
+    return (plgpu.TilingTransform((rows, 64)), *span())  # pyright: ignore[reportAbstractUsage]
 
 
 def release_reads() -> None:
