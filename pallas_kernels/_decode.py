@@ -143,7 +143,9 @@ def values(code: Code, codes: jax.Array, scales: Any, zeros: Any, wide: Any = jn
 
 
 # ---------------------------------------------------------------- device code
-def multiply(code: Code, acc: jax.Array, tiles: Sequence[tuple[Any, Any, Any, Any]], spare: Any) -> jax.Array:
+def multiply(
+    code: Code, acc: jax.Array, tiles: Sequence[tuple[Any, Any, Any, Any]], spare: Any, boxed: bool = False
+) -> jax.Array:
     """`acc + W x.T` over some tiles, waited for at the end.
 
     Args:
@@ -152,11 +154,13 @@ def multiply(code: Code, acc: jax.Array, tiles: Sequence[tuple[Any, Any, Any, An
         tiles: of each the words (int32 [words / 256, 256]), scales ([groups, 64], pairs [2 * groups, 64]) or None, zero
             points ([groups, 64]) or None, all in plain shared memory, and activations ([2, n, 64], see `_inline.span`).
         spare: [2, 64, 64] in shared memory for the interpreter, else None.
+        boxed: activations are [n, 128], see `_inline.spans`.
     """
     n = acc.shape[1]
     if _mosaic.interpreting():
-        for tile in tiles:
-            acc = acc + _interpreted(code, *tile, spare)
+        for words, scales, zeros, x in tiles:
+            halves = [x.at[:, pl.ds(half * HALF, HALF)] if boxed else x.at[half] for half in range(2)]
+            acc = acc + _interpreted(code, words, scales, zeros, halves, n, spare)
         return acc
     given = [[ref for ref in tile if ref is not None] for tile in tiles]
     names = [i for i, ref in enumerate(tiles[0]) if ref is not None]
@@ -164,15 +168,18 @@ def multiply(code: Code, acc: jax.Array, tiles: Sequence[tuple[Any, Any, Any, An
     def emit(context, acc, given):
         del context
         found = [dict(zip(names, refs, strict=True)) for refs in given]
-        return _Emitter(code).multiply(acc, [tuple(refs.get(i) for i in range(4)) for refs in found], n)
+        parts = [tuple(refs.get(i) for i in range(3)) for refs in found]
+        halves = [[utils.memref_slice(refs[3], (0, half) if boxed else half) for half in range(2)] for refs in found]
+        return _Emitter(code).multiply(acc, [(*part, x) for part, x in zip(parts, halves, strict=True)], n)
 
-    types = [plgpu.RefType(_inline.span()) if i == 3 else plgpu.RefType() for i in names]
+    x_type = plgpu.RefType(_inline.spans(n) if boxed else _inline.span())
+    types = [x_type if i == 3 else plgpu.RefType() for i in names]
     out = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=_inline.WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(_inline.WGMMA, [types] * len(tiles)), return_type=out)
     return inline(emit)(acc, given)
 
 
-def _interpreted(code: Code, words, scales, zeros, x, spare):
+def _interpreted(code: Code, words, scales, zeros, x, n: int, spare):
     """The product of one tile, by way of shared memory."""
 
     def loaded(ref, pair=False):
@@ -186,10 +193,10 @@ def _interpreted(code: Code, words, scales, zeros, x, spare):
 
     def product(part):
         for half in range(2):
-            plgpu.wgmma(part, spare.at[half], x.at[half].T)
+            plgpu.wgmma(part, spare.at[half], x[half].T)
         return part[...]
 
-    return pl.run_scoped(product, _mosaic.ACC((FEATURES, x.shape[1]), jnp.float32))
+    return pl.run_scoped(product, _mosaic.ACC((FEATURES, n), jnp.float32))
 
 
 class _Emitter:
@@ -407,7 +414,7 @@ class _Emitter:
         for words, scales, zeros, x in tiles:
             registers = self.fragments(words, scales, zeros)
             for half in range(2):
-                sums = self.issue(sums, registers[8 * half : 8 * half + 8], utils.memref_slice(x, half), n)
+                sums = self.issue(sums, registers[8 * half : 8 * half + 8], x[half], n)
         return _inline.array(_inline.wait(sums, 0, jnp.float32), n, jnp.float32)
 
     def issue(self, sums, registers, x, n: int):

@@ -1,6 +1,7 @@
 """Which tiles `_experts_decoded` multiplies, and what it can multiply at all."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -12,6 +13,11 @@ from pallas_kernels._nibbles import FEATURES, INPUTS
 FORMATS = ("wna16", "mxfp4", "nvfp4")
 MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
+REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
+"""Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
+those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
+STAGED = {2: (72, 216), 4: (32, 112)}
+"""The same where the warpgroup that loads decodes scales."""
 MOST, MOST_EIGHT = 128, 64
 """Rows of a tile: two halves of 64 features need a register for each, 8-bit parts as many again."""
 
@@ -32,14 +38,23 @@ class Config:
     """Steps of 128 inputs in flight."""
     eight: bool = False
     """Multiply FP8 codes as such."""
+    staged: bool = False
+    """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
+    overlap: int = 1
+    """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
+    cluster: int = 1
+    """Thread blocks along the features that share the rows: 1 or 2, which needs `tokens` in multiples of 16."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
+    encoder: bool = False
+    """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
     prefetch: int = 0
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
-        for name, known in (("block", (8, 16, 32, 64)), ("warpgroups", (1, 2, 3, 4))):
+        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "cluster": (1, 2), "overlap": (1, 2, 4)}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         most = MOST_EIGHT if self.eight else MOST
@@ -51,8 +66,22 @@ class Config:
             raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.tokens % (8 * self.cluster):
+            raise ValueError(f"cluster={self.cluster} needs tokens in multiples of 16, got {self.tokens}")
+        if self.eight and self.overlap > 1:
+            raise ValueError(f"overlap={self.overlap} is for products without eight")
+        if self.encoder and not self.eight:
+            raise ValueError("encoder is for products with eight")
+        if self.staged and (not self.eight or self.warpgroups % 2):
+            given = f"eight={self.eight} and warpgroups={self.warpgroups}"
+            raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
         if self.prefetch < 0:
             raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that loads and of one that multiplies, None = as they are."""
+        return (STAGED if self.staged else REGISTERS).get(self.warpgroups)
 
 
 def why_not(*, x, w13, format, w13_scale, w2_scale, **_) -> str | None:
@@ -108,14 +137,29 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
         if T <= MOST_SHARED:
             for warpgroups in (2, 3, 4) if T <= 32 else (1, 2):
                 for stages in (4, 6, 8, 12):
-                    yield from _legal(
-                        shared=True, tokens=-(-T // 8) * 8, eight=eight, warpgroups=warpgroups, stages=stages
-                    )
+                    for staged in {False, eight and warpgroups % 2 == 0}:
+                        yield from _legal(
+                            shared=True,
+                            tokens=-(-T // 8) * 8,
+                            eight=eight,
+                            warpgroups=warpgroups,
+                            stages=stages,
+                            staged=staged,
+                        )
+            for warpgroups, stages in itertools.product((2, 4), (4, 5, 8)):  # tiles of what an expert gets, not of T
+                for staged in {False, eight}:
+                    how = {"tokens": 8, "eight": eight, "warpgroups": warpgroups, "stages": stages, "staged": staged}
+                    yield from _legal(**how, encoder=staged)
         most = MOST_EIGHT if eight else MOST
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):
                 block = next(b for b in (16, 8) if tokens % b == 0)
-                yield from _legal(tokens=tokens, block=block, eight=eight, warpgroups=2, stages=stages)
+                how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
+                yield from _legal(**how, eight=eight)
+                if not eight and T > MOST_SHARED and stages in (4, 6):
+                    for overlap, cluster in ((2, 1), (4, 1), (1, 2), (2, 2)):
+                        if block % (8 * cluster) == 0:
+                            yield from _legal(**how, overlap=overlap, cluster=cluster)
 
 
 def _legal(**options) -> Iterator[Config]:
@@ -154,7 +198,8 @@ def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
     out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
-    return c.stages * (c.warpgroups * 2 * FEATURES * INPUTS // 2 + x) + out + 2048
+    w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
+    return c.stages * (w + x) + out + 2048
 
 
 def illegal(c: Config, T: int, **args) -> str | None:

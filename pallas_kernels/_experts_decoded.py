@@ -21,13 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
-from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
+from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default_config, illegal, why_not
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
-REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
-"""Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
-those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
 PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
 """Registers of a thread for 8-bit products that are under way."""
 ALIGNED = 4
@@ -99,7 +96,8 @@ def stages(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
+        sort = _routing.ranked_tiles if T <= MOST_SHARED else _routing.sorted_tiles
+        tiles = sort(which, weights, E, config.tokens // config.block, config.block)
     late, turns = weight_on == "output", activation == "swigluoai"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
@@ -192,8 +190,8 @@ class _Plan:
 
     @property
     def across(self) -> int:
-        """Tiles side by side."""
-        return pl.cdiv(self.N, self.width)
+        """Tiles side by side, those outside that fill a cluster included."""
+        return pl.cdiv(self.N, self.width * self.config.cluster) * self.config.cluster
 
     @property
     def steps(self) -> int:
@@ -272,13 +270,14 @@ def _grouped(
         given = dict(zip((*inputs, *out), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
     found = plgpu.kernel(
         body,
         out_type=list(out.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
+        **({"cluster": (config.cluster,), "cluster_names": ("member",)} if config.cluster > 1 else {}),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="decoded_experts_up" if act else "decoded_experts_down",
@@ -295,11 +294,15 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         "w_ring": plgpu.SMEM((c.stages, 2, x.features, INPUTS // 2), jnp.uint8, transforms=_inline.span(64)),
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
         "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
-        "full": plgpu.Barrier(num_arrivals=4, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=5 if c.staged else 4, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
+        if c.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
     if c.eight:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
+    if c.staged:
+        scratch["power_ring"] = plgpu.SMEM((c.stages, 2, x.features, 4), f32)
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
     if x.codes:
@@ -312,29 +315,31 @@ def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
-    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+    registers = c.registers
+    member = lax.axis_index("member") if c.cluster > 1 else 0
+    count = lax.div(r.count[0] * (x.across // c.cluster) - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = me + turn * blocks
+        at = (me + turn * blocks) * c.cluster + member
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
     @pl.when(warpgroup == c.warpgroups)
     def _():
-        if c.warpgroups in REGISTERS:
-            plgpu.set_max_registers(REGISTERS[c.warpgroups][0], action="decrease")
+        if registers:
+            plgpu.set_max_registers(registers[0], action="decrease")
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
         if x.act and c.prefetch:
-            _prefetch(x, r, me)
+            _prefetch(x, r, me * c.cluster + member)
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
-        if c.warpgroups in REGISTERS:
-            plgpu.set_max_registers(REGISTERS[c.warpgroups][1], action="increase")
+        if registers:
+            plgpu.set_max_registers(registers[1], action="increase")
         lax.fori_loop(0, count, lambda turn, _: _multiply(x, r, warpgroup, *place(turn)), None)
         plgpu.wait_smem_to_gmem(0)
 
@@ -347,6 +352,7 @@ def _input_row(x: _Plan, r: Any, tile):
 def _load(x: _Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
+    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     expert, row = r.experts[tile], _input_row(x, r, tile)
     rows = pl.ds(row, c.tokens)
 
@@ -356,7 +362,15 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         features = pl.ds(across * x.features, x.features)
         return r.w.at[expert, features, half, inputs] if x.turns else r.w.at[expert, half, features, inputs]
 
-    def step(k, _):
+    def ahead(k):
+        """The scales of a step, as they are, for `c.staged`."""
+        if not c.staged:
+            return ()
+        starts = [across * x.width + (0 if x.act else half * x.features) for half in range(2)]
+        where = [(_lines(x, r.scale, half), expert, start, k) for half, start in enumerate(starts)]
+        return tuple(_nibbles.load_lines(*at, x.features, x.N - FEATURES) for at in where)
+
+    def step(k, words):
         at = first + k
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
@@ -365,20 +379,25 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
             inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
             plgpu.copy_gmem_to_smem(weight(half, inputs), r.w_ring.at[slot, half], full)
         if c.eight:
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full)
+            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full, **share)
             scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
-            return
-        for half in range(2):
-            inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full)
+        else:
+            for half in range(2):
+                inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full, **share)
+        for half, given in enumerate(words):
+            _nibbles.store_powers(r.power_ring.at[slot, half], given)
+        if c.staged:
+            plgpu.barrier_arrive(full)
+        return ahead(jnp.minimum(k + 1, x.steps - 1))
 
-    lax.fori_loop(0, x.steps, step, None)
+    lax.fori_loop(0, x.steps, step, ahead(i32(0)))
 
 
 def _prefetch(x: _Plan, r: Any, me) -> None:
     """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across = pl.cdiv(r.then.shape[1], 2 * x.features)
+    across = pl.cdiv(r.then.shape[1], 2 * x.features * x.config.cluster) * x.config.cluster
     tile = lax.div(me, i32(across))
 
     @pl.when(tile < r.count[0])
@@ -477,21 +496,70 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         scales, zeros = now
         return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot])
 
-    return _steps(x, r, first, ahead, add)
+    def start(slot, half, part, now):
+        words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
+        scales, zeros = now
+        zeros = None if zeros is None else zeros[half]
+        return _nibbles.start(x.code, x.kind, part, words, scales[half], zeros, r.x_ring.at[slot])
+
+    return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
+
+
+def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
+    """`_steps` by several: one half is decoded while the other one multiplies, and all is waited for at their end."""
+    c, groups = x.config, 2
+
+    def release(k):
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[lax.rem(first + k, i32(c.stages))])
+
+    def together(k, carry, count):
+        (gate, up), now = carry
+        for i in range(count):
+            later = ahead(jnp.minimum(k + i + 1, x.steps - 1))
+            slot = lax.rem(first + k + i, i32(c.stages))
+            plgpu.barrier_wait(r.full.at[slot])
+            gate = start(slot, 0, _inline.settle(gate, groups) if i else gate, now)
+            if i:
+                up = _inline.settle(up, groups)
+                release(k + i - 1)
+            up = start(slot, 1, up, now)
+            now = later
+        gate, up = _inline.settle(gate, 0), _inline.settle(up, 0)
+        release(k + count - 1)
+        return (gate, up), now
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
+    whole, rest = divmod(x.steps, c.overlap)
+    carry = (zero, zero), ahead(i32(0))
+    carry = lax.fori_loop(0, whole, lambda n, carry: together(n * c.overlap, carry, c.overlap), carry)
+    return (together(i32(whole * c.overlap), carry, rest) if rest else carry)[0]
 
 
 def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+    """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
+    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
+
     def ahead(k):
+        if c.staged:
+            return ()
         return tuple(_nibbles.load_words(_lines(x, r.scale, half), expert, at, k) for half, at in enumerate(features))
 
-    depth = max(2, min(8, 2 * PARTS[x.config.warpgroups] // x.config.tokens))
+    depth = max(2, min(8, 2 * PARTS[c.warpgroups] // c.tokens))
+    order = [(half, s) for half in range(2) for s in range(4)]
+    if c.staged:
+        order = [(half, s) for s in range(4) for half in range(2)]
+
+    def row(slot, s):
+        return plgpu.load(r.scale_ring.at[slot, s * x.row_scales // 4], layout=COLUMN, optimized=False)
 
     def add(slot, sums, now):
-        sums, todo, started = list(sums), [(half, s) for half in range(2) for s in range(4)], []
+        sums, todo, started, rows = list(sums), [*order], [], {}
+        powers = [_nibbles.load_powers(r.power_ring.at[slot, half, mine]) for half in range(2)] if c.staged else []
 
         def start(over=None):
             half, s = todo.pop(0)
-            words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
+            words = r.w_ring.at[slot, half, mine]
             started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot], s, over)))
 
         for _ in range(depth):
@@ -499,10 +567,11 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         while started:
             half, s, part = started.pop(0)
             part = _inline.settle(part, len(started))
-            line = r.scale_ring.at[slot, s * x.row_scales // 4]
-            row = plgpu.load(line, layout=COLUMN, optimized=False)
-            scaled = part * lax.broadcast_in_dim(row, part.shape, [1])
-            sums[half] = _inline.add_scaled(sums[half], _nibbles.power(now[half], s), scaled)
+            if not (c.staged and s in rows):
+                rows[s] = row(slot, s)
+            scaled = part * lax.broadcast_in_dim(rows[s], part.shape, [1])
+            power = powers[half][s] if c.staged else _nibbles.power(now[half], s)
+            sums[half] = _inline.add_scaled(sums[half], power, scaled)
             if todo:
                 start(part)
         return tuple(sums)

@@ -44,6 +44,11 @@ def span(swizzle: int = 128) -> tuple[Any, ...]:
     return (plgpu.SwizzleTransform(swizzle),)  # pyright: ignore[reportAbstractUsage]
 
 
+def spans(rows: int) -> tuple[Any, ...]:
+    """Transforms of [rows, some swizzle spans] of 16-bit numbers that lie span by span, each as `span` has it."""
+    return (plgpu.TilingTransform((rows, 64)), *span())  # pyright: ignore[reportAbstractUsage]
+
+
 def release_reads() -> None:
     """Tell the race detector that values read from a slot are in registers before TMA may write to the slot.
 

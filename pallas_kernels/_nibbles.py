@@ -120,16 +120,16 @@ class Lines:
 
     def offsets(self, expert: Any, row: Any, lane_row: Any) -> list[Any]:
         """Number of the first group of each of a thread's two rows, as instructions."""
+        return [self.offset(expert, arith.addi(row, arith.addi(lane_row, _const(8 * h)))) for h in range(2)]
+
+    def offset(self, expert: Any, line: Any) -> Any:
+        """Number of a row's first group, as instructions."""
         _, H, N, G = self.ref.shape
         N, H, step = (H, N, N * G) if self.turns else (N, H, G)
         first = self.half % H * (G if self.turns else N * G)
-        out = []
-        for h in range(2):
-            line = arith.addi(row, arith.addi(lane_row, _const(8 * h)))
-            line = arith.shrui(line, _const(1)) if self.nibbles and not self.turns else line
-            line = arith.addi(arith.muli(line, _const(step)), _const(first))
-            out.append(arith.addi(arith.muli(expert, _const(N * H * G)), line))
-        return out
+        line = arith.shrui(line, _const(1)) if self.nibbles and not self.turns else line
+        line = arith.addi(arith.muli(line, _const(step)), _const(first))
+        return arith.addi(arith.muli(expert, _const(N * H * G)), line)
 
 
 def _const(x: int):
@@ -201,30 +201,61 @@ def load_words(lines: Lines, expert: Any, row: Any, tile: Any) -> jax.Array:
         for s in range(1, 4):
             word = word | (lines.column(expert, row, 4 * tile + s) << (8 * s))
         return word
-    G = lines.groups
-    whole = 4 if G % 4 == 0 else 1
 
     def emit(context, ref, *at):
         del context
         expert, row, tile = (x.registers.item() for x in at)
-        pointer, registers = utils.memref_ptr(ref), []
-        for first in lines.offsets(expert, row, _row()):
-            value = _const(0)
-            for s in range(0, 4, whole):
-                column = arith.addi(arith.muli(tile, _const(4)), _const(s))
-                found = _fetch(pointer, arith.addi(first, arith.minsi(column, _const(G - whole))), 1, whole)
-                value = arith.ori(value, arith.shli(found, _const(8 * s)))
-            registers.append(vector.broadcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), value))
+        registers = [_word(lines, ref, first, tile) for first in lines.offsets(expert, row, _row())]
         return _fragmented(registers, fragments.WGMMA_ROW_LAYOUT, (FEATURES,))
 
     return _inlined(emit, lines.ref, (expert, row, tile), (FEATURES,), _inline.ROW)
 
 
-def _fragmented(registers, layout, shape):
+def load_lines(lines: Lines, expert: Any, row: Any, tile: Any, count: int, last: int) -> jax.Array:
+    """What `load_words` finds, for `count` rows, once each: int32 [count], thread by thread of a warpgroup.
+
+    Args:
+        lines: of the scales.
+        expert: index.
+        row: first of the rows.
+        tile: of 128 inputs.
+        count: a multiple of 128.
+        last: no 64 rows begin behind this one; those that would begin here.
+    """
+    if _mosaic.interpreting():
+        starts = [jnp.minimum(row + first, last) for first in range(0, count, FEATURES)]
+        return jnp.concatenate([load_words(lines, expert, at, tile) for at in starts])
+    layout = fragments.WGStridedFragLayout((count,), 1)
+
+    def emit(context, ref, *at):
+        del context
+        expert, row, tile = (x.registers.item() for x in at)
+        thread, registers = utils.thread_idx(), []
+        for first in range(0, count, 128):
+            start = arith.addi(row, arith.addi(_const(first), _inline.bits(thread, 6, 1, 6)))
+            line = arith.addi(arith.minsi(start, _const(last)), _inline.bits(thread, 0, FEATURES - 1, 0))
+            registers.append(_word(lines, ref, lines.offset(expert, line), tile))
+        return _fragmented(registers, layout, (count,))
+
+    return _inlined(emit, lines.ref, (expert, row, tile), (count,), plgpu.Layout.WG_STRIDED((count,), 1))
+
+
+def _word(lines, ref, first, tile):
+    """Four bytes that begin at four times `tile` of the row whose first number is `first`, a vector of one."""
+    pointer, value, G = utils.memref_ptr(ref), _const(0), lines.groups
+    whole = 4 if G % 4 == 0 else 1
+    for s in range(0, 4, whole):
+        column = arith.addi(arith.muli(tile, _const(4)), _const(s))
+        found = _fetch(pointer, arith.addi(first, arith.minsi(column, _const(G - whole))), 1, whole)
+        value = arith.ori(value, arith.shli(found, _const(8 * s)))
+    return vector.broadcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), value)
+
+
+def _fragmented(registers, layout, shape, signed: bool | None = True):
     values = np.empty(len(registers), object)
     values[:] = registers
     values = values.reshape(layout.registers_shape(shape))
-    return _inline.mgpu.FragmentedArray(_registers=values, _layout=layout, _is_signed=True)
+    return _inline.mgpu.FragmentedArray(_registers=values, _layout=layout, _is_signed=signed)
 
 
 def _inlined(emit, ref, scalars, shape, layout):
@@ -238,6 +269,54 @@ def power(words: jax.Array, s: int) -> jax.Array:
     byte = (words >> (8 * s)) & 255
     bits = jnp.maximum(byte << 23, 1 << 22) | (((byte + 1) >> 8) << 22)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def store_powers(ref: Any, words: jax.Array) -> None:
+    """`ref[i, s] = power(words, s)[i]`, float32 [count, 4] in plain shared memory, of words of `load_lines`."""
+    if _mosaic.interpreting():
+        ref[...] = jnp.stack([power(words, s) for s in range(4)], 1)
+        return
+
+    def emit(context, ref, words):
+        del context
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        pointer, thread = utils.memref_ptr(ref), _inline.bits(utils.thread_idx(), 0, 127, 2)
+        for i, register in enumerate(words.registers.flat):
+            word, powers = vector.extract(register, [], [0]), llvm.mlir_undef(ir.VectorType.get((4,), i32))
+            for s in range(4):
+                byte = _inline.bits(word, 8 * s, 255, 0)
+                nan = _inline.bits(arith.addi(byte, _const(1)), 8, 1, 22)
+                bits = arith.ori(arith.maxui(arith.shli(byte, _const(23)), _const(1 << 22)), nan)
+                powers = vector.insert(bits, powers, [], [s])
+            at = utils.getelementptr(pointer, [arith.addi(thread, _const(512 * i))], f32)
+            llvm.store(powers, at, alignment=16)
+
+    strided = plgpu.Layout.WG_STRIDED(words.shape, 1)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), strided))
+    inline(emit)(ref, words)
+
+
+def load_powers(ref: Any) -> tuple[jax.Array, ...]:
+    """The columns of float32 [64, 4] that `store_powers` left, by wgmma's rows."""
+    if _mosaic.interpreting():
+        value = ref[...]
+        _inline.release_reads()
+        return tuple(value[:, s] for s in range(4))
+
+    def emit(context, ref):
+        del context
+        f32 = ir.F32Type.get()
+        pointer, four, one = utils.memref_ptr(ref), ir.VectorType.get((4,), f32), ir.VectorType.get((1,), f32)
+        row, rows = arith.shli(_row(), _const(2)), []
+        for h in range(2):
+            at = utils.getelementptr(pointer, [arith.addi(row, _const(32 * h))], f32)
+            rows.append(llvm.load(four, at, alignment=16))
+        columns = [[vector.broadcast(one, vector.extract(x, [], [s])) for x in rows] for s in range(4)]
+        return [_fragmented(column, fragments.WGMMA_ROW_LAYOUT, (FEATURES,), None) for column in columns]
+
+    out = [plgpu.ShapeDtypeStruct((FEATURES,), jnp.float32, layout=_inline.ROW)] * 4
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    return tuple(inline(emit)(ref))
 
 
 # ---------------------------------------------------------------- 16-bit products
@@ -302,6 +381,26 @@ def multiply(
     return tuple(inline(emit)(x, *flat))
 
 
+def start(
+    code: _decode.Code, kind: str, sums: jax.Array, words: Any, scales: jax.Array, zeros: jax.Array | None, x: Any
+) -> jax.Array:
+    """`multiply` of one weight, only started: two groups of instructions, to be `_inline.settle`d."""
+    if _mosaic.interpreting():
+        return multiply(code, kind, [sums], [words], [scales], None if zeros is None else [zeros], x)[0]
+    n = sums.shape[1]
+
+    def emit(context, x, sums, words, scales, *zeros):
+        del context
+        acc = _Emitter(code, kind).started(x, _inline.registers(sums), words, scales, *zeros, n=n)
+        return _inline.array(acc, n, jnp.float32)
+
+    given, acc = () if zeros is None else (zeros,), _inline.WGMMA
+    types = (plgpu.RefType(_inline.span()), acc, plgpu.RefType(_inline.span(64)), acc, *(acc for _ in given))
+    out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=acc)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
+    return inline(emit)(x, sums, words, scales, *given)
+
+
 def _spread(columns: jax.Array) -> jax.Array:
     """[64, 8] of `load` for each of the 128 places of inputs."""
     y = columns.reshape(FEATURES, 4, 2).transpose(0, 2, 1)[:, :, None, :, None]  # b, (j i), c, e
@@ -321,15 +420,19 @@ class _Emitter(_decode._Emitter):
         self.kind = kind
 
     def products(self, x, sums, words, scales, zeros=None, *, n: int):
-        accs = [_inline.registers(acc) for acc in sums]
-        for i, ref in enumerate(words):
-            zero = self.offsets(None) if zeros is None else self.zero_points(zeros[i])
-            tile = self.fragment(self.lane_words(ref), self.scale_numbers(scales[i]), zero)
-            for half in range(2):
-                part = tile[8 * half : 8 * half + 8]
-                accs[i] = self.issue(accs[i], part, utils.memref_slice(x, half), n)
+        accs = [
+            self.started(x, _inline.registers(acc), words[i], scales[i], zeros[i] if zeros else None, n=n)
+            for i, acc in enumerate(sums)
+        ]
         flat, each = _inline.wait([x for acc in accs for x in acc], 0, jnp.float32), len(accs[0])
         return [_inline.array(flat[i * each : (i + 1) * each], n, jnp.float32) for i in range(len(accs))]
+
+    def started(self, x, acc, words, scales, zeros=None, *, n: int):
+        zero = self.offsets(None) if zeros is None else self.zero_points(zeros)
+        tile = self.fragment(self.lane_words(words), self.scale_numbers(scales), zero)
+        for half in range(2):
+            acc = self.issue(acc, tile[8 * half : 8 * half + 8], utils.memref_slice(x, half), n)
+        return acc
 
     def place(self):
         """Byte offset of the thread's first row, and what its chunks of 16 bytes are swizzled with."""

@@ -163,3 +163,36 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         unit=block,
         size=row.size,
     )
+
+
+def ranked_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
+    """`sorted_tiles` of few pairs, which are compared with each other: a few reductions instead of a sort and sums."""
+    (T, A), E = which.shape, num_experts
+    pairs, size = T * A, capacity(T * A, block, num_experts)
+    flat, number = which.reshape(pairs), jnp.arange(T * A, dtype=jnp.int32)
+    expert, none = jnp.arange(E, dtype=jnp.int32), flat >= E
+    rank = jnp.sum((flat[:, None] == flat) & (number < number[:, None]), 1, dtype=jnp.int32)
+    blocks = -(-jnp.sum(flat == expert[:, None], 1, dtype=jnp.int32) // block)
+    tiles = -(-blocks // groups)
+    upto = expert <= expert[:, None]
+    block_ends, tile_ends = (jnp.sum(jnp.where(upto, x, 0), 1, dtype=jnp.int32) for x in (blocks, tiles))
+    first = block_ends - blocks
+    positions = jnp.where(none, -1, first[jnp.minimum(flat, E - 1)] * block + rank)
+    row = jnp.arange(size + (groups - 1) * block, dtype=jnp.int32)
+    pair = jnp.max(jnp.where(positions == row[:, None], number, -1), 1)
+    real, pair = pair >= 0, jnp.maximum(pair, 0)
+    tile = jnp.arange(-(-size // (block * groups)) + (min(E, pairs) if groups > 1 else 0), dtype=jnp.int32)
+    of = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends, 1, dtype=jnp.int32), E - 1)
+    inside = tile - (tile_ends - tiles)[of]
+    return Tiles(
+        count=tile_ends[-1:],
+        experts=of,
+        starts=first[of] + inside * groups,
+        filled=jnp.minimum(blocks[of] - inside * groups, groups),
+        weights=jnp.pad(jnp.where(real, weights.reshape(pairs)[pair], 0), (0, groups * block)),
+        positions=positions.reshape(T, A),
+        real=real,
+        source=pair // A,
+        unit=block,
+        size=row.size,
+    )

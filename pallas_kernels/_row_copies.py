@@ -93,46 +93,50 @@ def add(y: jax.Array, positions: jax.Array) -> jax.Array:
 
 GROUP = 128
 """Numbers that share a scale."""
-_TILE, _SMALLEST = 64, 8
+_TILE = 64
 """Rows of a tile."""
 
 
-def encode(x: jax.Array, lowest: int) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn codes per 128 numbers and their scales, powers of two, one row of scales for each group.
+def encode(x: jax.Array, lowest: int, group: int = GROUP) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn codes per 128 or 32 numbers and their scales, powers of two, one row of scales for each group.
 
     The scale is the smallest power of two that is not below `amax / 448`, at least `2^lowest`: 448 is 1.75 * 2^8, so
     the exponent is that of amax less 8, and one more where the mantissa is above 1.75.
 
     Args:
-        x: [R, K], K a multiple of 128.
+        x: [R, K], K a multiple of the group.
         lowest: -33 for a floor of 1e-10 under amax / 448, -22 for 1e-4 under amax.
+        group: 128 or 32, numbers that share a scale.
 
     Returns:
-        [R, K] and float32 [K / 128, R].
+        [R, K] and float32 [K / group, R].
     """
-    R, K = x.shape
-    rows = _TILE if R % _TILE == 0 else _SMALLEST
+    if group < GROUP and x.shape[1] > group:  # short rows are taken as they follow each other
+        q, s = encode(x.reshape(-1, group), lowest, group)
+        return q.reshape(x.shape), s.reshape(x.shape[0], -1).T
+    (R, K), vec = x.shape, _rows.vector(jnp.bfloat16)
+    rows = _TILE if R % _TILE == 0 else _rows.smallest(group, vec)
     x = jnp.pad(x, ((0, -R % rows), (0, 0)))
-    layout = _rows.layout(GROUP, _rows.vector(jnp.bfloat16))
+    layout = _rows.layout(group, vec)
 
     def body(x_ref, q_ref, s_ref):
-        at, group = pl.ds(lax.axis_index("rows") * rows, rows), lax.axis_index("group")
-        columns = pl.ds(group * GROUP, GROUP)
+        at, number = pl.ds(lax.axis_index("rows") * rows, rows), lax.axis_index("group")
+        columns = pl.ds(number * group, group)
         value = plgpu.load(x_ref.at[at, columns], layout=layout, optimized=False).astype(jnp.float32)
         bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), jnp.int32)
         exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), lowest)
         scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, jnp.float32) for e in (exponent, -exponent))
         value = value * lax.broadcast_in_dim(inverse, value.shape, [0])
         _mosaic.store(q_ref.at[at, columns], value.astype(jnp.float8_e4m3fn))
-        _mosaic.store(s_ref.at[group, at], scale)
+        _mosaic.store(s_ref.at[number, at], scale)
 
     q, s = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct((K // GROUP, x.shape[0]), jnp.float32),
+            jax.ShapeDtypeStruct((K // group, x.shape[0]), jnp.float32),
         ],
-        grid=(x.shape[0] // rows, K // GROUP),
+        grid=(x.shape[0] // rows, K // group),
         grid_names=("rows", "group"),
         kernel_name="encode_rows",
     )(x)

@@ -50,6 +50,10 @@ class Config:
     """Slots of the ring."""
     cluster: int = 1
     """Thread blocks along the features that share the activations: 1, 2 or 4."""
+    boxed: bool = False
+    """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
+    eager: bool = False
+    """A thread block's first slots are filled with weights before any activations."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
 
@@ -60,6 +64,8 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.boxed and self.cluster > 1:
+            raise ValueError(f"boxed activations belong to one thread block, got cluster={self.cluster}")
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}")
 
@@ -128,15 +134,23 @@ def default_config(*, N: int, M: int, F: int, bits: int, code: _decode.Code | No
     return next(plan.config for plan in plans if why_not_config(plan) is None)
 
 
-def configs(*, N: int, M: int, F: int, bits: int) -> Iterator[Config]:
-    """Every configuration that fits registers, and shared memory whatever the scales."""
+def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = None) -> Iterator[Config]:
+    """Every configuration that fits registers and shared memory; without `code` it fits all of `bits`."""
+
+    def fits(config):
+        plan = _widest(config, N, M, F, bits)
+        return why_not_config(plan if code is None else dataclasses.replace(plan, code=code)) is None
+
     for tokens, (warpgroups, split, deep) in itertools.product(TOKENS, WAYS):
-        for stages, cluster in itertools.product((2, 3, 4, 6), (1, 2)):
+        for stages, cluster in itertools.product((2, 3, 4, 6, 8), (1, 2)):
             config = Config(
                 tokens=tokens, warpgroups=warpgroups, split=split, deep=deep, stages=stages, cluster=cluster
             )
-            if why_not_config(_widest(config, N, M, F, bits)) is None:
-                yield config
+            found = [config]
+            if split and cluster == 1 and N <= tokens < 2 * max(N, TOKENS[0]):  # those whose slots few rows fill
+                eager = dataclasses.replace(config, eager=True)
+                found += [eager, dataclasses.replace(eager, boxed=True)]
+            yield from filter(fits, found)
 
 
 def _widest(config: Config, N: int, M: int, F: int, bits: int) -> _Plan:
@@ -151,6 +165,9 @@ def why_not_config(x: _Plan) -> str | None:
     c = x.config
     if c.warpgroups > 2 and c.tokens > 64:
         return f"{c.warpgroups} warpgroups have registers for 64 activation rows, got tokens={c.tokens}"
+    if c.boxed and (x.M % HALF or (c.tokens < x.N and x.N % c.tokens)):
+        need = f"input features in multiples of {HALF} and up to {c.tokens} rows or a multiple"
+        return f"boxed needs {need}, got {x.M} and {x.N}"
     if c.cluster > 1 and x.F % (multiple := FEATURES * x.columns * c.cluster):
         return f"cluster={c.cluster} needs output features in multiples of {multiple}, got {x.F}"
     scratch = _scratch(dataclasses.replace(x, interpreted=False))
@@ -165,10 +182,12 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     """Scratch of one thread block; `other` carries sums between warpgroups, `spare` exists interpreted only."""
     c, code = x.config, x.code
     lanes = code.scale_count // FEATURES
-    copies = 1 + 2 * x.parts + (code.scale is not None) + code.zeros
+    copies = 1 + (1 if c.boxed else 2 * x.parts) + (code.scale is not None) + code.zeros
     scratch = {
         "w_ring": plgpu.SMEM((c.stages, x.columns, x.parts, code.words // 256, 256), i32),
-        "x_ring": plgpu.SMEM((c.stages, 2 * x.parts, c.tokens, HALF), code.dtype, transforms=_inline.span()),
+        "x_ring": plgpu.SMEM((c.stages, c.tokens, x.parts * INPUTS), code.dtype, transforms=_inline.spans(c.tokens))
+        if c.boxed
+        else plgpu.SMEM((c.stages, 2 * x.parts, c.tokens, HALF), code.dtype, transforms=_inline.span()),
         "tile": plgpu.SMEM((x.columns, x.piece, FEATURES), code.dtype),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
@@ -279,15 +298,30 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
     columns = pl.ds(column, x.columns)
+    early = min(c.stages, x.steps) if c.eager else 0
+
+    def weights(j, _=None):
+        slot, tiles = lax.rem(turn * x.steps + j, i32(c.stages)), pl.ds(j * x.parts, x.parts)
+        for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], r.full.at[slot])
+
+    if early:
+        pl.when(turn == 0)(lambda: lax.fori_loop(0, early, weights, None))
 
     def step(j, _):
         at = turn * x.steps + j
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-        full, tiles = r.full.at[slot], pl.ds(j * x.parts, x.parts)
-        for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
-            if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full)
+        full = r.full.at[slot]
+        if early:
+            pl.when((turn > 0) | (j >= early))(lambda: weights(j))
+        else:
+            weights(j)
+        if c.boxed:
+            inputs = pl.ds(j * x.parts * INPUTS, x.parts * INPUTS)
+            plgpu.copy_gmem_to_smem(r.x.at[pl.ds(token, c.tokens), inputs], r.x_ring.at[slot], full, **share)
+            return
         for i in range(2 * x.parts):
             inputs = pl.ds(j * x.parts * INPUTS + i * HALF, HALF)
             to = r.x_ring.at[slot, i, pl.ds(0, rows)]
@@ -309,8 +343,9 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
         for i in range(c.deep):
             at = part * c.deep + i
             w, s, z = (None if ring is None else ring.at[slot, column, at] for ring in (r.w_ring, r.s_ring, r.z_ring))
-            tiles.append((w, s, z, r.x_ring.at[slot, pl.ds(2 * at, 2)]))
-        sums = _decode.multiply(x.code, sums, tiles, spare)
+            y = r.x_ring.at[slot, :, pl.ds(at * INPUTS, INPUTS)] if c.boxed else r.x_ring.at[slot, pl.ds(2 * at, 2)]
+            tiles.append((w, s, z, y))
+        sums = _decode.multiply(x.code, sums, tiles, spare, boxed=c.boxed)
         _inline.release_reads()
         plgpu.barrier_arrive(r.empty.at[slot])
         return sums

@@ -12,7 +12,7 @@ from jaxattn.ops import _expert_cases as cases
 from jaxattn.ops import _expert_formats as formats
 from jaxattn.ops import align_block_size, gated_activation, unpermute
 from jaxattn.quant import primitives as p
-from pallas_kernels import _exact, _mosaic, _row_copies
+from pallas_kernels import _exact, _mosaic, _requantize, _row_copies
 from pallas_kernels import _experts_decoded as decoded
 from pallas_kernels import experts as mosaic
 
@@ -291,6 +291,9 @@ def _run_decoded(*, config, format, act_group, ue8m0, **args):
     """The kernel that decodes weights of four bits in registers; FP8 activations are codes, or their values."""
 
     def quantize(x):
+        group = _requantize.GROUP
+        if config.eight and config.encoder and act_group == group and ue8m0 and x.dtype == jnp.bfloat16:
+            return _row_copies.encode(x, lowest=_requantize.LOWEST, group=group)
         if config.eight:
             q, s = formats.quantize_groups(x, format, act_group, ue8m0)
             return q, s.T

@@ -249,15 +249,16 @@ def _sizes(x, w, format, bits, tiled, **_) -> dict[str, int]:
     return {"N": x.shape[0], "M": x.shape[1], "F": F, "bits": 8 if wide else 4}
 
 
+def _code(scales, zeros, format, x, bits, tiled, **_) -> _decode.Code | None:
+    return tiles.code_of(scales, zeros, format, x.dtype, bits) if tiled else None
+
+
 def _default_config(**args):
-    code = None
-    if args["tiled"]:
-        code = tiles.code_of(args["scales"], args["zeros"], args["format"], args["x"].dtype, args["bits"])
-    return mosaic.default_config(**_sizes(**args), code=code)
+    return mosaic.default_config(**_sizes(**args), code=_code(**args))
 
 
 def _configs(**args):
-    return mosaic.configs(**_sizes(**args))
+    return mosaic.configs(**_sizes(**args), code=_code(**args))
 
 
 def _probe(rng: np.random.Generator, **args: Any) -> tuple[Args, np.ndarray]:

@@ -184,15 +184,17 @@ def test_bc57_the_kernel_is_repeatable_and_batches_do_not_matter(rng):
     np.testing.assert_array_equal(first.view(np.int16), apart.view(np.int16))
 
 
-@pytest.mark.parametrize("rows", [5, 64])
-def test_codes_of_rows_are_those_of_the_quantizer(rows, rng):
+@pytest.mark.parametrize(
+    ("rows", "lowest", "how"), [(5, -33, {}), (64, -33, {}), (5, -22, {"group": 32, "rule": "deep_gemm"})]
+)
+def test_codes_of_rows_are_those_of_the_quantizer(rows, lowest, how, rng):
     x = rng.standard_normal((rows, 384)).astype(np.float32)
     x[0], x[1, :128], x[2, 5] = 0, 448 * 2.0**-9, 3e4
     x[3, 130:132] = 448, 450
     x = jnp.asarray(x * np.exp2(rng.integers(-20, 20, (rows, 1))), jnp.bfloat16)
     with _mosaic.interpret() if _mosaic.why_not_here() else contextlib.nullcontext():
-        q, s = (np.asarray(a) for a in _row_copies.encode(x, lowest=-33))
-    expected = fp8.quantize(x, "group", ue8m0=True)
+        q, s = (np.asarray(a) for a in _row_copies.encode(x, lowest, how.get("group", 128)))
+    expected = fp8.quantize(x, "group", ue8m0=True, **how)
     np.testing.assert_array_equal(s.T, expected[1])
     np.testing.assert_array_equal(q.view(np.uint8), np.asarray(expected[0]).view(np.uint8))
 

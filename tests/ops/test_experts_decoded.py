@@ -1,6 +1,7 @@
 """The kernel of `experts` that decodes weights of four bits in registers."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxattn import experts
 from jaxattn.ops._expert_cases import struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import primitives as p
-from pallas_kernels import _decode, _mosaic, _nibbles
+from pallas_kernels import _decode, _mosaic, _nibbles, _routing
 from pallas_kernels import _decoded_config as legality
 from pallas_kernels import _experts_decoded as decoded
 
@@ -63,11 +64,13 @@ def steps_apart(a, b):
     ("T", "M", "F", "config", "options"),
     [
         (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
+        (9, 64, 192, SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True}, MEGAMOE),
         (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
         (9, 192, 64, SHARED, OSS),
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
         (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
+        (20, 320, 64, SORTED | {"overlap": 2, "cluster": 2}, OSS),
     ],
 )
 def test_every_path_of_the_kernel(T, M, F, config, options, rng):
@@ -84,6 +87,23 @@ def test_experts_without_tokens_are_not_read(rng):
         args[name] = args[name].at[np.array([0, 2])].set(255)
     for config in (SHARED | {"eight": False}, SORTED):
         np.testing.assert_array_equal(kernel(args, **config).view(np.int16), clean.view(np.int16))
+
+
+def test_scales_decoded_by_who_loads_change_no_bit(rng):
+    """Neither do codes of 2^-127 and NaN, and 192 features of gates and ups in turn do not fill two tiles."""
+    args = random_inputs(rng, 9, 2, 3, 192, 192, **MEGAMOE | {"activation": "swigluoai", "bias": True})
+    for name in ("w13_scale", "w2_scale"):
+        args[name] = args[name].at[0, 3, 1].set(0).at[1, 190, 0].set(255)
+    how = {"tokens": 8, "warpgroups": 4, "stages": 2, "eight": True}
+    found, wanted = (kernel(args, **how, staged=staged).view(np.int16) for staged in (True, False))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("more", [{"overlap": 4}, {"cluster": 2, "stages": 4}])
+def test_how_steps_follow_each_other_changes_no_bit(more, rng):
+    args = random_inputs(rng, 12, 2, 3, 192, 64, format="mxfp4")
+    found, wanted = (kernel(args, **SORTED | options).view(np.int16) for options in (more, {}))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_scales_far_from_one_are_exact(rng):
@@ -121,6 +141,20 @@ def test_scales_as_powers_of_two():
     np.testing.assert_array_equal(found, [*np.exp2(np.array([0, 1, 127, 190, 191]) - 127.0), np.nan, np.nan])
 
 
+@pytest.mark.parametrize(
+    ("T", "A", "E", "groups", "block"), [(16, 6, 256, 1, 8), (16, 6, 8, 2, 8), (1, 1, 1, 1, 8), (64, 6, 5, 3, 16)]
+)
+def test_tiles_of_few_pairs_are_those_of_sorted_ones(T, A, E, groups, block, rng):
+    which, weights = (
+        jnp.asarray(rng.integers(0, E + 1, (T, A)), jnp.int32),
+        jnp.asarray(rng.random((T, A)), jnp.float32),
+    )
+    made = (make(which, weights, E, groups, block) for make in (_routing.ranked_tiles, _routing.sorted_tiles))
+    found, wanted = (dataclasses.asdict(tiles) for tiles in made)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_tiles_that_multiply_the_fewest_rows():
     assert legality.best_rows(96) == 112
     assert legality.best_rows(1e5) == legality.MOST
@@ -147,6 +181,10 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"tokens": 72, "eight": True}, "tokens must be a multiple of 8 up to 64, got 72"),
         ({"tokens": 24, "block": 16}, "tokens must be a multiple of block=16, got 24"),
         ({"tokens": 72, "shared": True}, "shared rows are at most 64, got tokens=72"),
+        ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
+        ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
+        ({"encoder": True}, "encoder is for products with eight"),
+        ({"tokens": 24, "cluster": 2}, "cluster=2 needs tokens in multiples of 16, got 24"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"prefetch": -1}, "prefetch must not be negative, got -1"),

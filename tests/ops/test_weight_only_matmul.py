@@ -107,13 +107,17 @@ CONFIGS = {
     "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
     "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
+    "split-2-eager": Config(tokens=8, warpgroups=2, split=True, stages=3, eager=True),
+    "split-2-boxed": Config(tokens=32, warpgroups=2, split=True, stages=2, eager=True, boxed=True),
+    "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
-    args = make_inputs(rng, 21, 656, 256, "gptq", group=656)
+    N, M = (24, 704) if CONFIGS[name].boxed else (21, 656)
+    args = make_inputs(rng, N, M, 256, "gptq", group=M)
     args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), jnp.bfloat16)
     args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), jnp.bfloat16)
     with _mosaic.interpret():
@@ -164,6 +168,7 @@ def test_a_row_of_nan_spoils_no_other(rng):
         ({"deep": 3}, "deep must be 1 or 2, got 3"),
         ({"cluster": 3}, "cluster must be 1, 2 or 4, got 3"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
+        ({"boxed": True, "cluster": 2}, "boxed activations belong to one thread block, got cluster=2"),
         ({"width": 0}, "width must be at least 1, got 0"),
     ],
 )
@@ -184,6 +189,10 @@ def test_wrong_configurations(options, message):
             "cluster=4 needs output features in multiples of 512, got 64",
         ),
         (
+            Config(tokens=8, stages=2, boxed=True),
+            "boxed needs input features in multiples of 64 and up to 8 rows or a multiple, got 256 and 12",
+        ),
+        (
             Config(tokens=256, stages=4),
             "tokens=256, warpgroups=2, deep=1, stages=4 needs 316416 bytes of shared memory, more than 232448; use "
             "smaller values",
@@ -191,7 +200,7 @@ def test_wrong_configurations(options, message):
     ],
 )
 def test_configurations_that_do_not_fit(config, message, rng):
-    args = make_inputs(rng, 5, 256, 64, "gptq")
+    args = make_inputs(rng, 12 if config.boxed else 5, 256, 64, "gptq")
     expected = f"^weight_only_matmul: {re.escape(message)}(\n|$)"
     with _mosaic.interpret(), pytest.raises(ValueError, match=expected):
         weight_only_matmul(**args, implementation="mosaic", config=config)
