@@ -110,7 +110,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
     _, C, M = residual.shape
     shapes = [(r, s, n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
-    every = [Config(rows=r, splits=s, stages=n, lean=lean) for r, s, n in shapes for lean in (False, True)]
+    every = [Config(rows=r, splits=s, stages=n, lean=lean) for lean in (False, True) for r, s, n in shapes]
     return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
 
 
@@ -403,6 +403,7 @@ def mixers(N: int, C: int, M: int, splits: int, lean: bool) -> tuple[int, Callab
     starts = range(0, M, span if lean else columns)
 
     def mix(index, x_ref, o_ref, of_gates, eps, rms_eps):
+        parts_ref, squares_ref, scale_ref, base_ref = of_gates
         turn, index = (lax.div(index, jnp.int32(N)), lax.rem(index, jnp.int32(N))) if levels > 1 else (0, index)
         token, level = N - 1 - index, levels - 1 - turn
 
@@ -414,7 +415,7 @@ def mixers(N: int, C: int, M: int, splits: int, lean: bool) -> tuple[int, Callab
             return [plgpu.load(row, layout=kind, optimized=False) for row in rows]
 
         early = [load(start) for start in starts[:_EARLY]] if lean else []
-        gates = _input_gates(C, M, token, *of_gates, eps, rms_eps, together=lean)
+        gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps, together=lean)
         for i, start in enumerate(starts):
             if lean and i + _EARLY < len(starts):
                 early.append(load(starts[i + _EARLY]))
