@@ -47,13 +47,14 @@ def mhc_head(*, config: Config, residual, fn, scale, base, eps, rms_eps):
         of_gates = parts_ref, squares_ref, scale_ref, base_ref
         mixing(lax.axis_index("block"), x_ref, o_ref, of_gates, eps, rms_eps)
 
-    count, mixing = first.mixers(N, C, M, config.splits, config.lean)
+    count, mixing = first.mixers(N, C, M, C * M // config.splits, config.lean)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((N, M), residual.dtype),
         grid=(count,),
         grid_names=("block",),
         kernel_name="mhc_head",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.lean),  # no thread reads what it writes
     )(
         residual.reshape(N * C, M),
         parts.reshape(*parts.shape[:2], _ROWS // C, C),

@@ -40,7 +40,7 @@ _FEW_TOKENS = 32
 """The same where a lane has a row of one."""
 _EARLY = 2
 """Pieces of a token's streams that are loaded before their turn."""
-_UPDATED = {"rows": 64, "stages": 2}
+_UPDATED: dict[str, Any] = {"rows": 64, "stages": 2}
 """What fits into shared memory where the streams are updated first: a step has 108 KB."""
 
 f32 = jnp.float32
@@ -55,7 +55,8 @@ class Config:
 
     `lean` finishes in few registers, so that more thread blocks of a multiprocessor wait for memory at once: a lane has
     one row of a matrix, a block some columns of a token, loaded before their gates are known and those first that the
-    products read last. Weights are split in one launch instead of four.
+    products read last, and warps do not wait for each other around their stores. Weights are split in one launch
+    instead of four.
     """
 
     rows: int = 128
@@ -100,7 +101,7 @@ def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> Non
 def default_config(*, residual, y=None, **_) -> Config:
     """The fewest splits that give a multiprocessor one and a half thread blocks or more."""
     N, C, M = residual.shape
-    shape = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
+    shape: dict[str, Any] = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
     legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
     enough = [c for c in legal if -(-N // c.rows) * c.splits >= 3 * _mosaic.num_sms() // 2]
     return enough[0] if enough else legal[-1]
@@ -109,8 +110,8 @@ def default_config(*, residual, y=None, **_) -> Config:
 def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
     _, C, M = residual.shape
-    shapes = [(r, s, n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
-    every = [Config(rows=r, splits=s, stages=n, lean=lean) for lean in (False, True) for r, s, n in shapes]
+    every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
+    every += [dataclasses.replace(c, lean=True) for c in every]
     return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
 
 
@@ -126,7 +127,8 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     else:
         residual, parts, squares = _updated_products(config, residual, y, post, comb, fn)
     numbers = {"iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
-    out = _finish(residual, parts, squares, scale, base, lean=config.lean, **numbers)
+    span = (C * M if y is None else M) // config.splits
+    out = _finish(residual, parts, squares, scale, base, lean=config.lean, span=span, **numbers)
     return out if y is None else (*out, residual)
 
 
@@ -327,7 +329,7 @@ def _token_lanes(lean: bool) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3,), vector_dim=-1)
 
 
-def _finish(residual, parts, squares, scale, base, *, lean, iters, post_mult, eps, rms_eps):
+def _finish(residual, parts, squares, scale, base, *, lean, span, iters, post_mult, eps, rms_eps):
     """Layer input, output gates and matrices."""
     (N, C, M), (splits, padded, outputs) = residual.shape, parts.shape
     tokens = _FEW_TOKENS if lean else _TOKENS
@@ -377,27 +379,33 @@ def _finish(residual, parts, squares, scale, base, *, lean, iters, post_mult, ep
         def _():
             mixing(index - blocks, x_ref, o_ref, (parts_ref, squares_ref, scale_ref, base_ref), eps, rms_eps)
 
-    count, mixing = mixers(N, C, M, splits, lean)
+    count, mixing = mixers(N, C, M, span, lean)
     types = [
         jax.ShapeDtypeStruct((N, M), residual.dtype),
         jax.ShapeDtypeStruct((blocks * tokens, C), f32),
         jax.ShapeDtypeStruct((blocks * tokens, C, C), f32),
     ]
     x, post, comb = plgpu.kernel(
-        body, out_type=types, grid=(blocks + count,), grid_names=("block",), kernel_name="mhc_finish"
+        body,
+        out_type=types,
+        grid=(blocks + count,),
+        grid_names=("block",),
+        kernel_name="mhc_finish",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=lean),  # no thread reads what it writes
     )(residual.reshape(N * C, M), parts, squares, scale, base.reshape(-1, C))
     return x, post[:N], comb[:N]
 
 
-def mixers(N: int, C: int, M: int, splits: int, lean: bool) -> tuple[int, Callable[..., None]]:
+def mixers(N: int, C: int, M: int, span: int, lean: bool) -> tuple[int, Callable[..., None]]:
     """How many thread blocks mix, and what block `index` does: `do(index, x, o, references of gates, eps, rms_eps)`.
 
-    The references are parts [splits, N, O / C, C] of products, [splits, N] of squares, scale and base [O / C, C].
+    `span` are the columns of a split, the last of which the products read last. The references are parts
+    [splits, N, O / C, C] of products, [splits, N] of squares, scale and base [O / C, C].
     """
     columns = next(c for c in (1024, 512, 256) if M % c == 0)
     kind = update.layout(columns, 2)
-    # a block's columns have one distance from the end of a split, which is what the products read last
-    span = min(C * M // splits, M)
+    # a block's columns have one distance from the end of a split
+    span = min(span, M)
     span = span if span % columns == 0 and M % span == 0 else M
     levels = span // columns if lean else 1
     starts = range(0, M, span if lean else columns)
