@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,7 +36,7 @@ class Config(_packed_rows.Config):
 
     With `table` the second launch looks its angles up itself, in a float32 table, instead of two launches before it.
     With `ahead` the first launch loads a token's numbers before it knows their place, all before it stores any, and
-    warps do not wait for each other around their stores.
+    warps do not wait for each other around their stores; the second loads a short window, values and scores, at once.
     """
 
     table: bool = False
@@ -183,16 +184,35 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
 
         @pl.when(ends & (slot >= 0) & (slot < S))
         def _():
-            def row(i, which):
-                """Values (0) or scores (1) of row i of the window; the older half has the first columns."""
-                there, number, place = _slot(table_ref, owner, last - (count - 1) + i, spage, SP)
+            def place_of(i):
+                """(there, page, place, first block) of row i of the window; the older half has the first columns."""
                 half = jnp.where(i < ratio, 0, blocks) if W > D else 0
-                x = frame.load(state_ref.at[number, place, pl.ds(which * (W // unit) + half, blocks)])
+                return *_slot(table_ref, owner, last - (count - 1) + i, spage, SP), half
+
+            def load(place, which):
+                _, number, at, half = place
+                return frame.load(state_ref.at[number, at, pl.ds(which * (W // unit) + half, blocks)])
+
+            def row(i, which):
+                """Values (0) or scores (1) of row i of the window."""
                 missing = 0.0 if which == 0 else -jnp.inf
-                return jnp.where(lax.broadcast(there, frame.shape), x, missing)
+                if early:
+                    there, both = early[i]
+                    return _where(there, both[which], missing)
+                place = place_of(i)
+                x = load(place, which)
+                return jnp.where(lax.broadcast(place[0], frame.shape), x, missing)
 
             def chunk(j):
-                return [j + m * chunks for m in range(_TOGETHER)]
+                return list(range(count)) if early else [j + m * chunks for m in range(_TOGETHER)]
+
+            early = {}
+            if config.ahead and chunks == 1:
+                # conditions become masks: there are fewer predicates than rows, so that the first row would be waited
+                # for, and its predicate be free again, before the others are loaded
+                found = [(jnp.where(there, -1, 0), *place) for there, *place in map(place_of, range(count))]
+                found = lax.optimization_barrier(found)
+                early = {i: (place[0], [load(place, which) for which in (0, 1)]) for i, place in enumerate(found)}
 
             def largest(j, top):
                 for i in chunk(j):
@@ -246,6 +266,16 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
     states = state.reshape(SP, spage, width // unit, unit)
     read = positions, request, slots, table, states, weight.reshape(frame.shape), *of_angles
     return _packed_rows.in_place(lambda ref: launch(*read, ref), [view])[0].reshape(cache.shape)
+
+
+def _where(mask: jax.Array, x: jax.Array, other: float) -> jax.Array:
+    """float32 `x` where a scalar mask is -1, `other` where it is 0, without a predicate."""
+    if other:
+        mask, constant = lax.broadcast(mask, x.shape), np.float32(other).view(np.int32)
+        bits = (lax.bitcast_convert_type(x, i32) & mask) | (~mask & constant)
+    else:
+        bits = lax.bitcast_convert_type(x, i32) & lax.broadcast(mask, x.shape)
+    return lax.bitcast_convert_type(bits, f32)
 
 
 def _pairwise(parts: Sequence[jax.Array]) -> jax.Array:
