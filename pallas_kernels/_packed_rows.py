@@ -69,7 +69,7 @@ def in_place(launch: Callable[..., Any], written: Sequence[jax.Array], out: Sequ
 
 
 def held(x: jax.Array, layout: Any) -> jax.Array:
-    """`x` of a 16- or 32-bit type, each lane's words an even number of its numbers, loaded before any later branch.
+    """`x`, of a type and in a layout whose registers are 32 bits or a multiple, loaded before any later branch.
 
     Compilers move a load behind the branch in which alone it is used, and with it the wait for memory. They leave what
     a warp exchanges where it is, so the words are exchanged with nobody.
