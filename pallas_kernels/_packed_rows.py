@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -65,6 +66,27 @@ def in_place(launch: Callable[..., Any], written: Sequence[jax.Array], out: Sequ
         return jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 99, x.dtype)
 
     return pl.run_state(lambda refs: launch(*refs))((*written, *map(fresh, out)))
+
+
+def held(x: jax.Array, layout: Any) -> jax.Array:
+    """`x`, of a type and in a layout whose registers are 32 bits or a multiple, loaded before any later branch.
+
+    Compilers move a load behind the branch in which alone it is used, and with it the wait for memory. They leave what
+    a warp exchanges where it is, so the words are exchanged with nobody.
+    """
+    if _mosaic.interpreting():
+        return x
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    def emit(context, array):
+        del context
+        registers = array.registers.copy()
+        for i, register in np.ndenumerate(registers):
+            registers[i] = _words.same_lane(register)
+        return type(array)(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    return inline(emit)(plgpu.layout_cast(x, layout))
 
 
 # ---------------------------------------------------------------- rows
@@ -148,21 +170,21 @@ def put_ds_mla(cache: Any, slot: Any, x: jax.Array, rotary: Any, token: Any) -> 
         cache: uint8 [slots, 656] in global memory.
         slot: int32.
         x: float32 numbers [4, 128] as `DS_MLA` holds them, not yet rounded to bfloat16.
-        rotary: bfloat16 [N, 64] in global memory; row `token` is copied.
-        token: int32.
+        rotary: bfloat16 [N, 64] in global memory; row `token` is copied. Or that row, as `load_ds_mla_rotary` gives it.
+        token: int32, None for a row.
     """
     x = _codes.rounded(x, jnp.bfloat16)
     limit = _codes.LIMITS[_codes.E4M3]
     scales = jnp.maximum(DS_MLA.divide_rows(DS_MLA.largest([x]), limit), DS_MLA.full(_codes.TINY))
     codes = float8_bytes(DS_MLA.divide(x, scales))
     if _mosaic.interpreting():
-        parts = (codes, scales, rotary[token])
+        parts = (codes, scales, rotary if token is None else rotary[token])
         parts = [lax.bitcast_convert_type(a, jnp.uint8).reshape(-1) for a in parts]
         cache[slot] = jnp.concatenate(parts)
         return
     splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
-    def emit(context, cache, rotary, codes, scales, slot, token):
+    def emit(context, cache, rotary, codes, scales, slot, *token):
         del context
         thread = Thread()
         [code], [scale] = (_words.words_of(x) for x in (codes, scales))
@@ -170,12 +192,25 @@ def put_ds_mla(cache: Any, slot: Any, x: jax.Array, rotary: Any, token: Any) -> 
         row.at((thread.warp << 7) + (thread.lane << 2)).store(0, code, 4)
         row.at(thread.warp << 2).store(512, scale, 4)
         # each warp copies the rotary part
-        turned = Memory(rotary).wide(_words.scalar(token), 2 * 64).at(thread.lane << 2).load(0, 4)
+        if token:
+            turned = Memory(rotary).wide(_words.scalar(token[0]), 2 * 64).at(thread.lane << 2).load(0, 4)
+        else:
+            [turned] = _words.words_of(rotary)
         row.at(thread.lane << 2).store(528, turned, 4)
 
-    types = (ref, ref, DS_MLA.numbers, DS_MLA.shared, splat, splat)
+    more = () if token is None else (token,)
+    types = (ref, ref if more else PAIRS, DS_MLA.numbers, DS_MLA.shared, splat, *(splat for _ in more))
     inline: Any = plgpu.inline_mgpu(arg_types=types)
-    inline(emit)(cache, rotary, codes, scales, slot, token)
+    inline(emit)(cache, rotary, codes, scales, slot, *more)
+
+
+PAIRS = Frame((4, 64), 2, narrow=True).numbers.reduce(0)
+"""[64], two neighbours in a lane, the same in each warp."""
+
+
+def load_ds_mla_rotary(rotary: Any, token: Any) -> jax.Array:
+    """Row `token` of bfloat16 [N, 64] in global memory, for `put_ds_mla`."""
+    return plgpu.load(rotary.at[token], layout=PAIRS, optimized=False)
 
 
 INDEXER = Frame((4, 32), 1, narrow=False)

@@ -201,6 +201,17 @@ def shuffle(x: Word, distance: int) -> Word:
     return Word(gpu_utils.shfl_bfly(x.value, distance))
 
 
+def same_lane(register: Any) -> Any:
+    """A register of an array, 32 bits or a multiple, exchanged within its lane: the same, but fixed in its place."""
+    kind = ir.VectorType(register.type)
+    count = kind.shape[0] * gpu_utils.bitwidth(kind.element_type) // 32
+    bits = gpu_utils.bitcast(register, ir.VectorType.get((count,), _i32()))
+    for i in range(count):
+        word = gpu_utils.shfl_bfly(vector.extract(bits, dynamic_position=[], static_position=[i]), 0)
+        bits = vector.insert(word, bits, dynamic_position=[], static_position=[i])
+    return gpu_utils.bitcast(bits, kind)
+
+
 def ballot(x: Word) -> Word:
     """A bit for each lane of the warp, set where its word is not 0."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"

@@ -5,11 +5,13 @@ window ends: eight rows of the window at a time, each channel in one lane, then 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,7 +32,15 @@ f32, i32 = jnp.float32, jnp.int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_packed_rows.Config):
-    """As that of `_packed_rows`, of the first launch."""
+    """As that of `_packed_rows`, of the first launch.
+
+    With `table` the second launch looks its angles up itself, in a float32 table, instead of two launches before it.
+    With `ahead` the first launch loads a token's numbers before it knows their place, all before it stores any, and
+    warps do not wait for each other around their stores; the second loads a short window, values and scores, at once.
+    """
+
+    table: bool = False
+    ahead: bool = False
 
 
 def why_not(*, kv, ape, weight, cos_sin, state_table, cache, format, **_) -> str | None:
@@ -56,9 +66,11 @@ def default_config(**_) -> Config:
     return Config()
 
 
-def configs(**_) -> Iterable[Config]:
+def configs(*, cos_sin, **_) -> Iterable[Config]:
     """All legal configurations."""
-    return Config.choices()
+    tables = (False, True) if jnp.dtype(cos_sin.dtype) == f32 else (False,)
+    ways = itertools.product(Config.choices(), tables, (False, True))
+    return [dataclasses.replace(config, table=table, ahead=ahead) for config, table, ahead in ways]
 
 
 def compressor(
@@ -80,11 +92,13 @@ def compressor(
     eps,
 ):
     """Launch; arguments as prepared by `jaxattn.ops.compressor`."""
+    if config.table and jnp.dtype(cos_sin.dtype) != f32:
+        raise ValueError(f"compressor: table=True needs a float32 table, got {jnp.dtype(cos_sin.dtype).name}")
     if not len(kv):
         return cache, state
-    state = _save(kv, score, ape, positions, request, state, state_table, config.tokens)
+    state = _save(kv, score, ape, positions, request, state, state_table, config)
     entries = positions, request, cache_slots, state_table
-    return _compress(state, entries, ape.shape[0], weight, cos_sin, cache, format, page, eps), state
+    return _compress(config, state, entries, ape.shape[0], weight, cos_sin, cache, format, page, eps), state
 
 
 def _slot(table: Any, owner: Any, position: Any, spage: int, pages: int) -> tuple[Any, Any, Any]:
@@ -96,37 +110,57 @@ def _slot(table: Any, owner: Any, position: Any, spage: int, pages: int) -> tupl
     return there, jnp.where(there, number, 0), jnp.where(there, lax.rem(position, i32(spage)), 0)
 
 
-def _save(kv, score, ape, positions, request, state, table, tokens: int):
+def _save(kv, score, ape, positions, request, state, table, config: Config):
     """The state with every token's row."""
     (N, W), (SP, spage, _), ratio = kv.shape, state.shape, ape.shape[0]
-    line = _frames.line(W, f32)
+    line, tokens = _frames.line(W, f32), config.tokens
     assert not isinstance(line, str), line
 
     def body(positions_ref, request_ref, table_ref, kv_ref, score_ref, ape_ref, state_ref):
         def one(n):
+            def load(ref, row):
+                return [line.frame.load(line.at(ref, row, start)) for start in line.starts]
+
+            early = [load(ref, n) for ref in (kv_ref, score_ref)] if config.ahead else []
             position = positions_ref[n]
             there, number, place = _slot(table_ref, request_ref[n], position, spage, SP)
 
+            early = [[_packed_rows.held(x, line.frame.numbers) for x in pieces] for pieces in early]
+
             @pl.when(there)
             def _():
-                for start in line.starts:
+                late = lax.rem(position, i32(ratio))
+                pieces = zip(line.starts, *early, load(ape_ref, late), strict=True) if early else ()
+                for start, value, more, bias in pieces:
+                    put(state_ref.at[number, place], start, value, more + bias)
+                for start in () if early else line.starts:
                     value, more, bias = (
                         line.frame.load(line.at(ref, row, start))
-                        for ref, row in ((kv_ref, n), (score_ref, n), (ape_ref, lax.rem(position, i32(ratio))))
+                        for ref, row in ((kv_ref, n), (score_ref, n), (ape_ref, late))
                     )
-                    row = state_ref.at[number, place]
-                    _mosaic.store(row.at[pl.ds(start, line.width)], value)
-                    _mosaic.store(row.at[pl.ds(W + start, line.width)], more + bias)
+                    put(state_ref.at[number, place], start, value, more + bias)
+
+        def put(row, start, value, score):
+            _mosaic.store(row.at[pl.ds(start, line.width)], value)
+            _mosaic.store(row.at[pl.ds(W + start, line.width)], score)
 
         _packed_rows.each_token(tokens, N, one)
 
     grid = (pl.cdiv(N, tokens),)
-    launch = plgpu.kernel(body, out_type=(), grid=grid, grid_names=("block",), kernel_name="compressor_state")
+    launch = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=grid,
+        grid_names=("block",),
+        kernel_name="compressor_state",
+        # no thread reads what it writes
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.ahead),
+    )
     read = positions, request, table, kv, score, ape
     return _packed_rows.in_place(lambda ref: launch(*read, ref), [state])[0]
 
 
-def _compress(state, entries, ratio: int, weight, cos_sin, cache, format: str, page: int | None, eps: float):
+def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format: str, page: int | None, eps: float):
     """The cache with the entries of the windows that end."""
     positions, request, slots, table = entries
     (N,), (SP, spage, width), D = positions.shape, state.shape, weight.shape[0]
@@ -134,29 +168,51 @@ def _compress(state, entries, ratio: int, weight, cos_sin, cache, format: str, p
     (blocks, unit), W, S = frame.shape, width // 2, cache.shape[0] * size
     count = W // D * ratio
     chunks = count // _TOGETHER
-    cos, sin = _rotary.angles(cos_sin, positions - (ratio - 1))
-    if D != 512:  # rows of the frame are shorter than the rotary part
-        cos, sin = (jnp.pad(x, ((0, 0), (D - _ROTARY, 0))).reshape(N, *frame.shape) for x in (cos, sin))
+    if config.table:
+        of_angles = [cos_sin]
+    else:
+        of_angles = _rotary.angles(cos_sin, positions - (ratio - 1))
+    if D != 512 and not config.table:  # rows of the frame are shorter than the rotary part
+        of_angles = [jnp.pad(x, ((0, 0), (D - _ROTARY, 0))).reshape(N, *frame.shape) for x in of_angles]
     view, put = _writer(cache, format, size, frame)
 
-    def body(positions_ref, request_ref, slots_ref, table_ref, state_ref, weight_ref, cos_ref, sin_ref, *refs):
-        cache_ref, *scratch = refs
+    def body(positions_ref, request_ref, slots_ref, table_ref, state_ref, weight_ref, *refs):
+        angles, cache_ref, scratch = refs[: len(of_angles)], refs[len(of_angles)], refs[len(of_angles) + 1 :]
         n = lax.axis_index("token")
         last, slot, owner = positions_ref[n], slots_ref[n], request_ref[n]
         ends = (last >= 0) & (lax.rem(last + 1, i32(ratio)) == 0)
 
         @pl.when(ends & (slot >= 0) & (slot < S))
         def _():
-            def row(i, which):
-                """Values (0) or scores (1) of row i of the window; the older half has the first columns."""
-                there, number, place = _slot(table_ref, owner, last - (count - 1) + i, spage, SP)
+            def place_of(i):
+                """(there, page, place, first block) of row i of the window; the older half has the first columns."""
                 half = jnp.where(i < ratio, 0, blocks) if W > D else 0
-                x = frame.load(state_ref.at[number, place, pl.ds(which * (W // unit) + half, blocks)])
+                return *_slot(table_ref, owner, last - (count - 1) + i, spage, SP), half
+
+            def load(place, which):
+                _, number, at, half = place
+                return frame.load(state_ref.at[number, at, pl.ds(which * (W // unit) + half, blocks)])
+
+            def row(i, which):
+                """Values (0) or scores (1) of row i of the window."""
                 missing = 0.0 if which == 0 else -jnp.inf
-                return jnp.where(lax.broadcast(there, frame.shape), x, missing)
+                if early:
+                    there, both = early[i]
+                    return _where(there, both[which], missing)
+                place = place_of(i)
+                x = load(place, which)
+                return jnp.where(lax.broadcast(place[0], frame.shape), x, missing)
 
             def chunk(j):
-                return [j + m * chunks for m in range(_TOGETHER)]
+                return list(range(count)) if early else [j + m * chunks for m in range(_TOGETHER)]
+
+            early = {}
+            if config.ahead and chunks == 1:
+                # conditions become masks: there are fewer predicates than rows, so that the first row would be waited
+                # for, and its predicate be free again, before the others are loaded
+                found = [(jnp.where(there, -1, 0), *place) for there, *place in map(place_of, range(count))]
+                found = lax.optimization_barrier(found)
+                early = {i: (place[0], [load(place, which) for which in (0, 1)]) for i, place in enumerate(found)}
 
             def largest(j, top):
                 for i in chunk(j):
@@ -191,7 +247,10 @@ def _compress(state, entries, ratio: int, weight, cos_sin, cache, format: str, p
             scale = _frames.wide(frame.load(weight_ref))
             x = mixed * frame.spread(_inverse_root(frame, mixed, eps)) * scale
             block = plgpu.broadcasted_iota(i32, frame.shape, 0, layout=frame.numbers)
-            cos, sin = (_factor(frame, ref.at[n]) for ref in (cos_ref, sin_ref))
+            if config.table:
+                cos, sin = _factors(frame, angles[0], last - (ratio - 1))
+            else:
+                cos, sin = (_factor(frame, ref.at[n]) for ref in angles)
             turned = _rotary.turned(x, cos, sin, frame.numbers)
             x = jnp.where(block >= blocks - _ROTARY // unit, turned, x)
             put(cache_ref, slot, x)
@@ -205,8 +264,18 @@ def _compress(state, entries, ratio: int, weight, cos_sin, cache, format: str, p
         kernel_name="compressor",
     )
     states = state.reshape(SP, spage, width // unit, unit)
-    read = positions, request, slots, table, states, weight.reshape(frame.shape), cos, sin
+    read = positions, request, slots, table, states, weight.reshape(frame.shape), *of_angles
     return _packed_rows.in_place(lambda ref: launch(*read, ref), [view])[0].reshape(cache.shape)
+
+
+def _where(mask: jax.Array, x: jax.Array, other: float) -> jax.Array:
+    """float32 `x` where a scalar mask is -1, `other` where it is 0, without a predicate."""
+    if other:
+        mask, constant = lax.broadcast(mask, x.shape), np.float32(other).view(np.int32)
+        bits = (lax.bitcast_convert_type(x, i32) & mask) | (~mask & constant)
+    else:
+        bits = lax.bitcast_convert_type(x, i32) & lax.broadcast(mask, x.shape)
+    return lax.bitcast_convert_type(bits, f32)
 
 
 def _pairwise(parts: Sequence[jax.Array]) -> jax.Array:
@@ -226,6 +295,14 @@ def _inverse_root(frame: Frame, x: jax.Array, eps: float) -> jax.Array:
         return jnp.broadcast_to(lax.rsqrt(total / x.size + eps), frame.shape[:1])
     mean = frame.divide_rows(frame.full(jnp.sum(frame.reduce(jnp.sum, squares))), float(x.size)) + frame.full(eps)
     return frame.divide_rows(frame.full(1.0), frame.row("sqrt.rn.f32", jnp.sqrt, mean))
+
+
+def _factors(frame: Frame, table: Any, position: Any) -> tuple[jax.Array, ...]:
+    """Angles of a position from the table, for every row of V4's frame, or as the frame has them."""
+    if frame.shape[1] < _ROTARY:
+        return _rotary.from_table(table, position, frame.shape, frame.numbers)
+    found = _rotary.from_table(table, position, (_ROTARY,), frame.numbers.reduce(0))
+    return tuple(lax.broadcast_in_dim(x, frame.shape, [1]) for x in found)
 
 
 def _factor(frame: Frame, ref: Any) -> jax.Array:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,7 +18,12 @@ from pallas_kernels import _plans as plans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_packed_rows.Config):
-    """As that of `_packed_rows`."""
+    """As that of `_packed_rows`.
+
+    With `ahead` a thread block loads the numbers of all its tokens before it knows their slots.
+    """
+
+    ahead: bool = False
 
 
 def why_not(*, latent, rotary, cache, format, page, **_) -> str | None:
@@ -41,7 +47,7 @@ def default_config(**_) -> Config:
 
 def configs(**_) -> Iterable[Config]:
     """All legal configurations."""
-    return Config.choices()
+    return [dataclasses.replace(config, ahead=ahead) for config in Config.choices() for ahead in (False, True)]
 
 
 def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, scale, page):
@@ -52,7 +58,9 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
     size = cache.shape[1] if page is None else page
     S = cache.shape[0] * size
     flat = cache if format == "v4" else cache.reshape(S, cache.shape[2])
-    write, arrays = {"v4": _v4, "fp8_ds_mla": _ds_mla}.get(format, _line)(latent, rotary, scale, size)
+    load, hold, write, arrays = {"v4": _v4, "fp8_ds_mla": _ds_mla}.get(format, _line)(
+        latent, rotary, scale, size, config.ahead
+    )
 
     def body(slots_ref, *refs):
         *inputs, cache_ref = refs
@@ -62,9 +70,20 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
 
             @pl.when((slot >= 0) & (slot < S))
             def _():
-                write(token, slot, inputs, cache_ref)
+                write(slot, load(token, inputs), inputs, cache_ref)
 
-        _packed_rows.each_token(tokens, N, one)
+        if not config.ahead:
+            _packed_rows.each_token(tokens, N, one)
+            return
+        block = [lax.axis_index("block") * tokens + j for j in range(tokens)]
+        inside = [(token, jnp.minimum(token, N - 1)) if N % tokens else (0, token) for token in block]
+        loaded = [(slots_ref[token], load(token, inputs)) for _wanted, token in inside]
+        loaded = [(slot, hold(numbers)) for slot, numbers in loaded]
+        for (wanted, _given), (slot, numbers) in zip(inside, loaded, strict=True):
+
+            @pl.when((slot >= 0) & (slot < S) & (wanted < N))
+            def _(slot=slot, numbers=numbers):
+                write(slot, numbers, inputs, cache_ref)
 
     body.__name__ = "latent_cache_write"
     launch = plgpu.kernel(body, out_type=(), grid=(pl.cdiv(N, tokens),), grid_names=("block",))
@@ -72,40 +91,62 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
     return written.reshape(cache.shape)
 
 
-def _v4(latent, rotary, scale, page):
-    del scale
+def _v4(latent, rotary, scale, page, ahead):
+    del scale, ahead
     x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.V4.shape)
 
-    def write(token, slot, inputs, cache):
-        numbers = _frames.wide(_packed_rows.V4.load(inputs[0].at[token]))
-        _packed_rows.put_v4(cache, _packed_rows.place_of(slot, page), numbers)
+    def load(token, inputs):
+        return _packed_rows.V4.load(inputs[0].at[token])
 
-    return write, [x]
+    def write(slot, numbers, inputs, cache):
+        del inputs
+        _packed_rows.put_v4(cache, _packed_rows.place_of(slot, page), _frames.wide(numbers))
+
+    def hold(numbers):
+        return _packed_rows.held(numbers, _packed_rows.V4.numbers)
+
+    return load, hold, write, [x]
 
 
-def _ds_mla(latent, rotary, scale, page):
+def _ds_mla(latent, rotary, scale, page, ahead):
     del scale, page
 
-    def write(token, slot, inputs, cache):
-        numbers = _frames.wide(_packed_rows.DS_MLA.load(inputs[0].at[token]))
-        _packed_rows.put_ds_mla(cache, slot.astype(jnp.int32), numbers, inputs[1], token)
+    def load(token, inputs):
+        numbers = _packed_rows.DS_MLA.load(inputs[0].at[token])
+        return numbers, _packed_rows.load_ds_mla_rotary(inputs[1], token) if ahead else token
 
-    return write, [latent.reshape(-1, *_packed_rows.DS_MLA.shape), rotary.astype(jnp.bfloat16)]
+    def write(slot, loaded, inputs, cache):
+        numbers, which = loaded
+        rotary = (which, None) if ahead else (inputs[1], which)
+        _packed_rows.put_ds_mla(cache, slot.astype(jnp.int32), _frames.wide(numbers), *rotary)
+
+    def hold(loaded):
+        numbers, rotary = loaded
+        return _packed_rows.held(numbers, _packed_rows.DS_MLA.numbers), _packed_rows.held(rotary, _packed_rows.PAIRS)
+
+    return load, hold, write, [latent.reshape(-1, *_packed_rows.DS_MLA.shape), rotary.astype(jnp.bfloat16)]
 
 
-def _line(latent, rotary, scale, page):
-    del page
+def _line(latent, rotary, scale, page, ahead):
+    del page, ahead
     x = jnp.concatenate([latent, rotary], 1)
     line = _frames.line(x.shape[1], x.dtype)
     assert not isinstance(line, str), line
 
-    def write(token, slot, inputs, cache):
+    def load(token, inputs):
+        return [line.frame.load(line.at(inputs[0], token, start)) for start in line.starts]
+
+    def write(slot, pieces, inputs, cache):
         at = slot.astype(jnp.int32)
-        pieces = [line.frame.load(line.at(inputs[0], token, start)) for start in line.starts]
         for start, piece in zip(line.starts, pieces, strict=True):
             if scale is not None:
                 piece = line.frame.divide(_frames.wide(piece), line.frame.full(inputs[1][0]))
                 piece = _codes.float8(piece)
             _mosaic.store(line.at(cache, at, start), piece)
 
-    return write, [x] + ([] if scale is None else [scale.astype(jnp.float32).reshape(1)])
+    def hold(pieces):
+        # one number of 16 bits is not a word
+        whole = line.vec * x.dtype.itemsize >= 4
+        return [_packed_rows.held(piece, line.frame.numbers) for piece in pieces] if whole else pieces
+
+    return load, hold, write, [x] + ([] if scale is None else [scale.astype(jnp.float32).reshape(1)])

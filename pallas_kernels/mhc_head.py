@@ -44,16 +44,17 @@ def mhc_head(*, config: Config, residual, fn, scale, base, eps, rms_eps):
     parts, squares = first.products(config, residual.reshape(N, C * M), weights)
 
     def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref):
-        token = N - 1 - lax.axis_index("block")
-        gates = first.input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
-        first.mix(x_ref, o_ref, token, gates)
+        of_gates = parts_ref, squares_ref, scale_ref, base_ref
+        mixing(lax.axis_index("block"), x_ref, o_ref, of_gates, eps, rms_eps)
 
+    count, mixing = first.mixers(N, C, M, C * M // config.splits, config.lean)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((N, M), residual.dtype),
-        grid=(N,),
+        grid=(count,),
         grid_names=("block",),
         kernel_name="mhc_head",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.lean),  # no thread reads what it writes
     )(
         residual.reshape(N * C, M),
         parts.reshape(*parts.shape[:2], _ROWS // C, C),

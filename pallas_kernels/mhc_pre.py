@@ -12,7 +12,9 @@ and stored. The streams before the update are read once, and nothing waits for a
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -34,7 +36,11 @@ _WAVE = 64
 _ROWS, _SPLITS = (64, 128), (1, 2, 4, 8, 16)
 _TOKENS = 128
 """Matrices of a thread block: one in each lane."""
-_UPDATED = {"rows": 64, "stages": 2}
+_FEW_TOKENS = 32
+"""The same where a lane has a row of one."""
+_EARLY = 2
+"""Pieces of a token's streams that are loaded before their turn."""
+_UPDATED: dict[str, Any] = {"rows": 64, "stages": 2}
 """What fits into shared memory where the streams are updated first: a step has 108 KB."""
 
 f32 = jnp.float32
@@ -46,11 +52,17 @@ class Config:
 
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split.
+
+    `lean` finishes in few registers, so that more thread blocks of a multiprocessor wait for memory at once: a lane has
+    one row of a matrix, a block some columns of a token, loaded before their gates are known and those first that the
+    products read last, and warps do not wait for each other around their stores. Weights are split in one launch
+    instead of four.
     """
 
     rows: int = 128
     splits: int = 8
     stages: int = 4
+    lean: bool = False
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -89,7 +101,7 @@ def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> Non
 def default_config(*, residual, y=None, **_) -> Config:
     """The fewest splits that give a multiprocessor one and a half thread blocks or more."""
     N, C, M = residual.shape
-    shape = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
+    shape: dict[str, Any] = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
     legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
     enough = [c for c in legal if -(-N // c.rows) * c.splits >= 3 * _mosaic.num_sms() // 2]
     return enough[0] if enough else legal[-1]
@@ -99,6 +111,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
     _, C, M = residual.shape
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
+    every += [dataclasses.replace(c, lean=True) for c in every]
     return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
 
 
@@ -114,7 +127,8 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     else:
         residual, parts, squares = _updated_products(config, residual, y, post, comb, fn)
     numbers = {"iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
-    out = _finish(residual, parts, squares, scale, base, **numbers)
+    span = (C * M if y is None else M) // config.splits
+    out = _finish(residual, parts, squares, scale, base, lean=config.lean, span=span, **numbers)
     return out if y is None else (*out, residual)
 
 
@@ -126,6 +140,29 @@ def split_weights(fn: jax.Array) -> jax.Array:
         parts.append(_exact.rounded(rest, jnp.bfloat16))
         rest = rest - parts[-1]
     return jnp.concatenate(parts).astype(jnp.bfloat16)
+
+
+def _split_at_once(fn: jax.Array) -> jax.Array:
+    """`split_weights` in one launch: [O, W], W a multiple of 256."""
+    outputs, width = fn.shape
+    columns = next(c for c in (1024, 512, 256) if width % c == 0)
+    kind = plgpu.Layout.WG_STRIDED((columns,), columns // 128 if columns < 512 else 4)
+
+    def body(fn_ref, o_ref):
+        row, here = lax.axis_index("row"), pl.ds(lax.axis_index("part") * columns, columns)
+        rest = plgpu.load(fn_ref.at[row, here], layout=kind, optimized=False)
+        for i in range(_TERMS):
+            part = rest.astype(jnp.bfloat16)
+            _mosaic.store(o_ref.at[i * outputs + row, here], part)
+            rest = rest - part.astype(f32)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((_TERMS * outputs, width), jnp.bfloat16),
+        grid=(outputs, width // columns),
+        grid_names=("row", "part"),
+        kernel_name="mhc_split",
+    )(fn)
 
 
 def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,7 +219,7 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
         grid=(tiles, config.splits),
         grid_names=("tile", "split"),
         kernel_name="mhc_products",
-    )(x, split_weights(fn))
+    )(x, _split_at_once(fn) if config.lean else split_weights(fn))
 
 
 def _add_terms(sums: jax.Array, found: jax.Array) -> jax.Array:
@@ -278,25 +315,29 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
         grid_names=("tile", "split"),
         scratch_types=[plgpu.SMEM((2, C, rows, _DEPTH), residual.dtype, transforms=memory)],
         kernel_name="mhc_updated_products",
-    )(residual.reshape(N, C * M), y, split_weights(fn), gates)
+    )(residual.reshape(N, C * M), y, _split_at_once(fn) if config.lean else split_weights(fn), gates)
     return streams.reshape(N, C, M), parts, squares
 
 
 # ---------------------------------------------------------------- gates, matrices, the layer's input
-def _token_lanes() -> Any:
-    """[128, 4, 4]: a token in each lane."""
+def _token_lanes(lean: bool) -> Any:
+    """[128, 4, 4]: a token in each lane; lean [32, 4, 4]: a row of a token in each lane."""
+    if lean:
+        tiling = plgpu.Tiling(((_FEW_TOKENS, _STREAMS, _STREAMS), (8, _STREAMS, _STREAMS)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
     tiling = plgpu.Tiling(((_TOKENS, _STREAMS, _STREAMS), (32, 1, _STREAMS)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3,), vector_dim=-1)
 
 
-def _finish(residual, parts, squares, scale, base, *, iters, post_mult, eps, rms_eps):
+def _finish(residual, parts, squares, scale, base, *, lean, span, iters, post_mult, eps, rms_eps):
     """Layer input, output gates and matrices."""
     (N, C, M), (splits, padded, outputs) = residual.shape, parts.shape
-    blocks = -(-N // _TOKENS)
-    more = max(0, blocks * _TOKENS - padded)
+    tokens = _FEW_TOKENS if lean else _TOKENS
+    blocks = -(-N // tokens)
+    more = max(0, blocks * tokens - padded)
     parts = jnp.pad(parts, ((0, 0), (0, more), (0, 0))).reshape(splits, -1, outputs // C, C)
     squares = jnp.pad(squares, ((0, 0), (0, more)))
-    lanes, shape = _token_lanes(), (_TOKENS, C, C)
+    lanes, shape = _token_lanes(lean), (tokens, C, C)
     row, one = lanes.reduce(1), lanes.reduce(2).reduce(1)
 
     def load(ref, kind):
@@ -311,7 +352,7 @@ def _finish(residual, parts, squares, scale, base, *, iters, post_mult, eps, rms
         return _mosaic.divide(a, below, lanes)
 
     def matrices(block, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref):
-        at = pl.ds(block * _TOKENS, _TOKENS)
+        at = pl.ds(block * tokens, tokens)
         mean = total(lambda i: squares_ref.at[i, at], one)
         mean = _mosaic.divide(mean, jnp.full_like(mean, C * M), one) + rms_eps
         root = _mosaic.pointwise("sqrt.rn.f32", jnp.sqrt, one, mean)
@@ -336,23 +377,67 @@ def _finish(residual, parts, squares, scale, base, *, iters, post_mult, eps, rms
 
         @pl.when(index >= blocks)
         def _():
-            token = blocks + N - 1 - index
-            gates = input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
-            mix(x_ref, o_ref, token, gates)
+            mixing(index - blocks, x_ref, o_ref, (parts_ref, squares_ref, scale_ref, base_ref), eps, rms_eps)
 
+    count, mixing = mixers(N, C, M, span, lean)
     types = [
         jax.ShapeDtypeStruct((N, M), residual.dtype),
-        jax.ShapeDtypeStruct((blocks * _TOKENS, C), f32),
-        jax.ShapeDtypeStruct((blocks * _TOKENS, C, C), f32),
+        jax.ShapeDtypeStruct((blocks * tokens, C), f32),
+        jax.ShapeDtypeStruct((blocks * tokens, C, C), f32),
     ]
     x, post, comb = plgpu.kernel(
-        body, out_type=types, grid=(blocks + N,), grid_names=("block",), kernel_name="mhc_finish"
+        body,
+        out_type=types,
+        grid=(blocks + count,),
+        grid_names=("block",),
+        kernel_name="mhc_finish",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=lean),  # no thread reads what it writes
     )(residual.reshape(N * C, M), parts, squares, scale, base.reshape(-1, C))
     return x, post[:N], comb[:N]
 
 
-def input_gates(C: int, M: int, token, parts_ref, squares_ref, scale_ref, base_ref, eps: float, rms_eps: float) -> list:
-    """The input gates of a token, scalars, from parts [splits, N, O / C, C] of products and [splits, N] of squares."""
+def mixers(N: int, C: int, M: int, span: int, lean: bool) -> tuple[int, Callable[..., None]]:
+    """How many thread blocks mix, and what block `index` does: `do(index, x, o, references of gates, eps, rms_eps)`.
+
+    `span` are the columns of a split, the last of which the products read last. The references are parts
+    [splits, N, O / C, C] of products, [splits, N] of squares, scale and base [O / C, C].
+    """
+    columns = next(c for c in (1024, 512, 256) if M % c == 0)
+    kind = update.layout(columns, 2)
+    # a block's columns have one distance from the end of a split
+    span = min(span, M)
+    span = span if span % columns == 0 and M % span == 0 else M
+    levels = span // columns if lean else 1
+    starts = range(0, M, span if lean else columns)
+
+    def mix(index, x_ref, o_ref, of_gates, eps, rms_eps):
+        parts_ref, squares_ref, scale_ref, base_ref = of_gates
+        turn, index = (lax.div(index, jnp.int32(N)), lax.rem(index, jnp.int32(N))) if levels > 1 else (0, index)
+        token, level = N - 1 - index, levels - 1 - turn
+
+        def here(start):
+            return pl.ds(start + level * columns, columns)
+
+        def load(start):
+            rows = [x_ref.at[token * C + i, here(start)] for i in range(C)]
+            return [plgpu.load(row, layout=kind, optimized=False) for row in rows]
+
+        early = [load(start) for start in starts[:_EARLY]] if lean else []
+        gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps, together=lean)
+        for i, start in enumerate(starts):
+            if lean and i + _EARLY < len(starts):
+                early.append(load(starts[i + _EARLY]))
+            streams = early[i] if lean else load(start)
+            out = streams[0].astype(f32) * gates[0]
+            for x, gate in zip(streams[1:], gates[1:], strict=True):
+                out += x.astype(f32) * gate
+            _mosaic.store(o_ref.at[token, here(start)], out.astype(o_ref.dtype))
+
+    return N * levels, mix
+
+
+def _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps, *, together: bool) -> list:
+    """The input gates of a token, scalars; `together` loads all parts before it adds any."""
 
     def add(i, found):
         return [a + b for a, b in zip(found, part(i), strict=True)]
@@ -360,20 +445,10 @@ def input_gates(C: int, M: int, token, parts_ref, squares_ref, scale_ref, base_r
     def part(i):
         return [squares_ref[i, token], *(parts_ref[i, token, 0, stream] for stream in range(C))]
 
-    squares, *u = lax.fori_loop(1, squares_ref.shape[0], add, part(0))
+    splits = squares_ref.shape[0]
+    if together:
+        squares, *u = (functools.reduce(operator.add, x) for x in zip(*map(part, range(splits)), strict=True))
+    else:
+        squares, *u = lax.fori_loop(1, splits, add, part(0))
     norm = lax.rsqrt(squares * (1 / (C * M)) + rms_eps)
     return [1 / (1 + jnp.exp(-(x * norm * scale_ref[0] + base_ref[0, i]))) + eps for i, x in enumerate(u)]
-
-
-def mix(x_ref: Any, o_ref: Any, token: Any, gates: list) -> None:
-    """`o[token] = sum_i gates[i] x[token C + i]`, rounded once."""
-    C, M = len(gates), x_ref.shape[1]
-    columns = next(c for c in (1024, 512, 256) if M % c == 0)
-    kind = update.layout(columns, jnp.dtype(x_ref.dtype).itemsize)
-    for start in range(0, M, columns):
-        here = pl.ds(start, columns)
-        streams = [plgpu.load(x_ref.at[token * C + i, here], layout=kind, optimized=False) for i in range(C)]
-        out = streams[0].astype(f32) * gates[0]
-        for x, gate in zip(streams[1:], gates[1:], strict=True):
-            out += x.astype(f32) * gate
-        _mosaic.store(o_ref.at[token, here], out.astype(o_ref.dtype))

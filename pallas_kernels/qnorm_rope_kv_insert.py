@@ -5,6 +5,7 @@ normed, and the rotated rest. One more block a token rotates kv and writes its c
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import jax
@@ -24,9 +25,18 @@ _ROWS = (8, 16, 32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows`: heads of one token in a thread block."""
+    """`rows`: heads of one token in a thread block.
+
+    With `table` the kernel looks its angles up itself, in a float32 table, instead of two launches before it. With
+    `again` what is only normed is read once more, from the first cache, after the sum of squares: it need not wait in
+    registers, and more thread blocks run on a multiprocessor. With `free` warps of a block do not wait for each other
+    around their stores.
+    """
 
     rows: int
+    table: bool = False
+    again: bool = False
+    free: bool = False
 
     def __post_init__(self):
         if self.rows not in _ROWS:
@@ -58,9 +68,16 @@ def default_config(*, q, heads, **_) -> Config:
     return Config(rows=_legal(q, heads)[0])
 
 
-def configs(*, q, heads, **_) -> Iterable[Config]:
-    """All legal tiles."""
-    return [Config(rows=r) for r in _legal(q, heads)]
+def configs(*, q, cos_sin, heads, **_) -> Iterable[Config]:
+    """All legal tiles, in each way."""
+    tables = (False, True) if _table(cos_sin) else (False,)
+    ways = itertools.product(tables, (False, True), (False, True))
+    return [Config(rows=r, table=t, again=a, free=f) for t, a, f in ways for r in _legal(q, heads)]
+
+
+def _table(cos_sin) -> bool:
+    """True if the kernel can read this table of angles."""
+    return jnp.dtype(cos_sin.dtype) == jnp.float32
 
 
 def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, slots, format, page, heads, eps):
@@ -68,6 +85,8 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
     (N, H, _), rows, dtype = q.shape, config.rows, q.dtype
     if rows not in _legal(q, heads):
         raise ValueError(f"qnorm_rope_kv_insert: {rows=} is not legal for {heads} heads of {jnp.dtype(dtype).name}")
+    if config.table and not _table(cos_sin):
+        raise ValueError(f"qnorm_rope_kv_insert: table=True needs a float32 table, got {jnp.dtype(cos_sin.dtype).name}")
     if not N:
         return jnp.zeros((0, heads, _D), dtype), cache
     # whole tiles of heads, which for fewer than 16 (float32: 8) costs a copy
@@ -75,25 +94,37 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
     q = jnp.pad(q, ((0, 0), (0, given - H), (0, 0)))
     frame = Frame((rows, _ROTARY), _rows.vector(dtype), _frames.is_narrow(dtype))
     whole = Frame((rows, _KEPT), frame.vec, frame.narrow)
-    cos, sin = _rotary.angles(cos_sin, positions)
+    of_angles = (cos_sin, positions) if config.table else _rotary.angles(cos_sin, positions)
     pages, size = cache.shape[0], cache.shape[1] if page is None else page
     flat = cache if format == "v4" else cache.reshape(pages, size, 8, _ROTARY)
 
+    def angles(token, first_ref, second_ref, part):
+        """Factors of the rotary part of a token, as the rows of a frame [rows, 64] have them."""
+        kind, shape = part.numbers.reduce(0), (_ROTARY,)
+        if config.table:
+            found = _rotary.from_table(first_ref, second_ref[token], shape, kind)
+        else:
+            found = [plgpu.load(ref.at[token], layout=kind, optimized=False) for ref in (first_ref, second_ref)]
+        return (lax.broadcast_in_dim(x, part.shape, [1]) for x in found)
+
     def norm_and_turn(token, tile, q_ref, cos_ref, sin_ref, o_ref):
-        at = pl.ds(token * given + tile * rows, rows)
+        at, out = (pl.ds(token * n + tile * rows, rows) for n in (given, wanted))
         kept = whole.load(q_ref.at[at, pl.ds(0, _KEPT)]).astype(jnp.float32)
         part = frame.load(q_ref.at[at, pl.ds(_KEPT, _ROTARY)]).astype(jnp.float32)
-        cos, sin = (
-            lax.broadcast_in_dim(
-                plgpu.load(ref.at[token], layout=frame.numbers.reduce(0), optimized=False), frame.shape, [1]
-            )
-            for ref in (cos_ref, sin_ref)
-        )
+        cos, sin = angles(token, cos_ref, sin_ref, frame)
         squares = whole.reduce(jnp.sum, kept * kept) + frame.reduce(jnp.sum, part * part)
         mean = frame.divide_rows(squares, float(_D)) + frame.full(eps)
         root = frame.divide_rows(frame.full(1.0), frame.row("sqrt.rn.f32", jnp.sqrt, mean))
-        out = pl.ds(token * wanted + tile * rows, rows)
-        _mosaic.store(o_ref.at[out, pl.ds(0, _KEPT)], (kept * whole.spread(root)).astype(dtype))
+
+        def scale(i, _):
+            here = pl.ds(i * _ROTARY, _ROTARY)
+            x = _frames.wide(frame.load(q_ref.at[at, here])) * frame.spread(root)
+            _mosaic.store(o_ref.at[out, here], x.astype(dtype))
+
+        if config.again:
+            lax.fori_loop(0, _KEPT // _ROTARY, scale, None)
+        else:
+            _mosaic.store(o_ref.at[out, pl.ds(0, _KEPT)], (kept * whole.spread(root)).astype(dtype))
         part = _rotary.turned(part * frame.spread(root), cos, sin, frame.numbers)
         _mosaic.store(o_ref.at[out, pl.ds(_KEPT, _ROTARY)], part.astype(dtype))
 
@@ -106,12 +137,7 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
             at = _packed_rows.place_of(slot, size)
             x = row.load(kv_ref.at[token]).astype(jnp.float32)
             block = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=row.numbers)
-            cos, sin = (
-                lax.broadcast_in_dim(
-                    plgpu.load(ref.at[token], layout=row.numbers.reduce(0), optimized=False), row.shape, [1]
-                )
-                for ref in (cos_ref, sin_ref)
-            )
+            cos, sin = angles(token, cos_ref, sin_ref, row)
             x = jnp.where(block == 7, _rotary.turned(x, cos, sin, row.numbers), x)
             if format == "v4":
                 _packed_rows.put_v4(cache_ref, at, _codes.rounded(x, dtype))
@@ -147,8 +173,10 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
         grid=(wanted // rows + 1, N),
         grid_names=("tile", "token"),
         kernel_name="qnorm_rope_kv_insert",
+        # no thread reads what it writes
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
     )
-    read = q.reshape(N * given, _D), kv.reshape(N, 8, _ROTARY), cos, sin, slots
+    read = q.reshape(N * given, _D), kv.reshape(N, 8, _ROTARY), *of_angles, slots
     out = jax.ShapeDtypeStruct((N * wanted, _D), dtype)
     written, out = _packed_rows.in_place(lambda *refs: launch(*read, *refs), [flat], [out])
     return out.reshape(N, wanted, _D)[:, :heads], written.reshape(cache.shape)

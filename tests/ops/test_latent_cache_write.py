@@ -144,9 +144,12 @@ def test_wrong_configurations():
         Config(tokens=3)
 
 
-def test_the_kernel_writes_several_tokens_a_block(rng):
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "v4", "fp8"])
+def test_the_kernel_writes_several_tokens_a_block(format, ahead, rng):
     """Nine tokens in blocks of four; the last block has one."""
-    args = make_inputs(rng, 9, format="fp8_ds_mla")
+    page = {"page": 64, "P": 2} if format == "v4" else {}
+    args = make_inputs(rng, 9, format=format, **page)
     with _mosaic.interpret():
-        written = latent_cache_write(**args, implementation="mosaic", config=Config(tokens=4))
+        written = latent_cache_write(**args, implementation="mosaic", config=Config(tokens=4, ahead=ahead))
     np.testing.assert_array_equal(written, latent_cache_write(**args))

@@ -106,7 +106,9 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
         expected = mhc_pre(updated, **weights)
         for given, config in (
             (args, Config(rows=64, splits=2, stages=2)),
+            (args, Config(rows=64, splits=1, stages=2, lean=True)),
             (weights | {"residual": updated}, Config(rows=128, splits=1, stages=3)),
+            (weights | {"residual": updated}, Config(rows=64, splits=4, stages=2, lean=True)),
         ):
             x, post, comb, *streams = mhc_pre(**given, implementation="mosaic", config=config)
             assert all((np.asarray(new) == np.asarray(updated)).all() for new in streams)

@@ -68,7 +68,8 @@ def test_wrong_calls(changes, message):
         qnorm_rope_kv_insert(**args | changes)
 
 
-def test_the_kernel_at_the_edges(rng):
+@pytest.mark.parametrize("config", [None, Config(rows=16, table=True, again=True, free=True)], ids=["default", "all"])
+def test_the_kernel_at_the_edges(config, rng):
     """Positions and slots outside, padded heads, and no other byte of the cache."""
     args = make_inputs(rng, 4, 3, page=2, pages=4, heads=16, skipped=0.0)
     args["positions"] = jnp.array([-3, 10**6, 2**31 - 1, 0], jnp.int32)
@@ -76,7 +77,7 @@ def test_the_kernel_at_the_edges(rng):
     args["cos_sin"] = jnp.nan_to_num(args["cos_sin"]).at[1:-1].set(jnp.nan)
     q, cache = qnorm_rope_kv_insert(**args)
     with _mosaic.interpret():
-        ours, written = qnorm_rope_kv_insert(**args, implementation="mosaic")
+        ours, written = qnorm_rope_kv_insert(**args, implementation="mosaic", config=config)
     np.testing.assert_array_equal(written, cache)
     assert (np.asarray(ours[:, 3:], np.float32) == 0).all()
     a, b = (np.asarray(x, np.float64) for x in (q, ours))
@@ -90,3 +91,6 @@ def test_wrong_configurations(rng):
     args = make_inputs(rng, 2, 8, page=2)
     with _mosaic.interpret(), pytest.raises(ValueError, match=r"rows=8 is not legal for 8 heads of bfloat16"):
         qnorm_rope_kv_insert(**args, implementation="mosaic", config=Config(rows=8))
+    args["cos_sin"] = args["cos_sin"].astype(jnp.bfloat16)
+    with _mosaic.interpret(), pytest.raises(ValueError, match=r"table=True needs a float32 table, got bfloat16\b"):
+        qnorm_rope_kv_insert(**args, implementation="mosaic", config=Config(rows=16, table=True))
