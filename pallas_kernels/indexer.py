@@ -232,8 +232,8 @@ def indexer(
     q = q.reshape(-1, q.shape[2])
     if x.fp4 and x.N:
         q = _mxfp4_scores.queries(q, q_scale.reshape(-1, _mxfp4_scores.SCALES))
-        k_scale = None if k_scale is None else lax.bitcast_convert_type(k_scale, i32)
     if x.N and page_table is None:
+        k_scale = lax.bitcast_convert_type(k_scale, i32) if x.fp4 else k_scale
         logits = _logits(x, q, inputs, {"k": k, "k_scale": jnp.pad(k_scale, (0, x.reach - x.S))})
     elif x.N:
         # bytes stay bytes, because XLA would copy the cache to call them something else
