@@ -35,6 +35,7 @@ class V32Cache(nnx.Module):
         page: int = 64,
         *,
         format: str = "fp8_ds_mla",
+        index_format: str | None = None,
         dtype: DTypeLike = jnp.bfloat16,
         kv_rank: int = 512,
         rope_dim: int = 64,
@@ -45,12 +46,13 @@ class V32Cache(nnx.Module):
         Args:
             num_pages: P.
             page: tokens of a page; the kernels of `jaxattn.indexer` want 64.
-            format: "fp8_ds_mla", 656 bytes a latent and FP8 keys with a float32 scale (`indexer_fp8`, 132 bytes), or
-                "plain", numbers of `dtype` that no cache rounds.
+            format: of latents, "fp8_ds_mla", 656 bytes each, or "plain", numbers of `dtype` that no cache rounds.
+            index_format: of keys, "indexer_fp8", 128 codes and a float32 scale, or "plain"; None = FP8, plain beside
+                plain latents.
             dtype: of a plain cache, that of the layer.
             kv_rank: R; 512 in packed rows.
             rope_dim: Dr; 64 in packed rows.
-            index_dim: width of an indexer key; 128 in packed pages.
+            index_dim: width of a key; 128 in packed pages.
 
         Raises:
             TypeError, ValueError: sizes or format.
@@ -59,15 +61,18 @@ class V32Cache(nnx.Module):
         _checks.check_count(op, num_pages=num_pages, page=page, index_dim=index_dim)
         if format not in ("fp8_ds_mla", "plain"):
             raise ValueError(f"{op}: format must be fp8_ds_mla or plain, got {format!r}")
-        packed = format != "plain"
-        if packed and (kv_rank, rope_dim, index_dim) != (512, 64, 128):
-            raise ValueError(
-                f"{op}: format fp8_ds_mla needs kv_rank, rope_dim, index_dim = 512, 64, 128, got {kv_rank}, "
-                f"{rope_dim}, {index_dim}"
-            )
+        if format == "fp8_ds_mla" and (kv_rank, rope_dim) != (512, 64):
+            raise ValueError(f"{op}: format fp8_ds_mla needs kv_rank, rope_dim = 512, 64, got {kv_rank}, {rope_dim}")
+        if index_format is None:
+            index_format = "plain" if format == "plain" else "indexer_fp8"
+        if index_format not in ("indexer_fp8", "plain"):
+            raise ValueError(f"{op}: index_format must be indexer_fp8 or plain, got {index_format!r}")
+        packed = index_format != "plain"
+        if packed and index_dim != 128:
+            raise ValueError(f"{op}: index_format indexer_fp8 needs index_dim = 128, got {index_dim}")
         sizes: dict[str, Any] = {"kv_rank": kv_rank, "rope_dim": rope_dim}
         self.latent = LatentCache(num_pages, page, format=format, dtype=dtype, **sizes)
-        self.index_format = "indexer_fp8" if packed else "plain"
+        self.index_format = index_format
         size = _latent_cache.PAGED["indexer_fp8"].least(page)
         shape = (num_pages, page, index_dim)
         self.keys = KVPages(jnp.zeros((num_pages, size), jnp.uint8) if packed else jnp.zeros(shape, dtype))

@@ -17,6 +17,9 @@ SIZES: dict[str, Any] = {"q_rank": 24, "kv_rank": 16, "nope_dim": 12, "value_dim
 INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 16}
 
 
+step = nnx.jit(lambda module, x, cache, batch: module(x, cache, batch))
+
+
 def layer(topk, kind=DeepseekV32Attention, dtype="float32", **sizes):
     table = rope_table(8 if sizes.get("kv_rank", 16) == 16 else 64, 64)
     more: dict[str, Any] = {} if kind is MLAttention else INDEX | {"index_topk": topk}
@@ -30,8 +33,9 @@ def layer(topk, kind=DeepseekV32Attention, dtype="float32", **sizes):
 
 
 def batch(lengths, queries, page=4, tokens=None, table=None):
+    """Sixteen tokens of pages for each request, so that all lengths have one shape."""
     if table is None:
-        pages = max(-(-n // page) for n in lengths)
+        pages = -(-16 // page)
         table = jnp.arange(len(lengths) * pages, dtype=jnp.int32).reshape(len(lengths), pages)
     start = jnp.asarray(np.cumsum([0, *queries]).astype(np.int32))
     lengths = jnp.array(lengths, jnp.int32)
@@ -88,10 +92,10 @@ def close(got, want, factor=256):
 def test_prefill_attends_to_the_chosen_and_decode_continues_it(topk, rng):
     module, x = layer(topk), jnp.asarray(rng.standard_normal((13, M)), jnp.float32)
     truth = brute(module, np.asarray(x, np.float64), topk)
-    close(module(x, V32Cache(4, 4, **PLAIN), batch([13], [13])), truth)
+    close(step(module, x, V32Cache(4, 4, **PLAIN), batch([13], [13])), truth)
     cache = V32Cache(4, 4, **PLAIN)
-    parts = [module(x[:5], cache, batch([5], [5]))]
-    parts += [module(x[n : n + 1], cache, batch([n + 1], [1])) for n in range(5, 13)]
+    parts = [step(module, x[:5], cache, batch([5], [5]))]
+    parts += [step(module, x[n : n + 1], cache, batch([n + 1], [1])) for n in range(5, 13)]
     close(jnp.concatenate(parts), truth)
     if topk < 13:
         dense = brute(module, np.asarray(x, np.float64), 13)
@@ -115,9 +119,8 @@ def test_with_as_many_as_there_are_it_is_dense_attention(rng):
         variable[...] = jnp.full_like(variable[...], jnp.nan)
     outs = []
     for module, cache in ((sparse, kept), (dense, other)):
-        module(first, cache, batch(old, old, table=table))
-        run = nnx.jit(lambda m, x, c, b: m(x, c, b))
-        outs.append(run(module, x, cache, batch(np.add(old, new), new, tokens=tokens, table=table))[:10])
+        step(module, first, cache, batch(old, old, table=table))
+        outs.append(step(module, x, cache, batch(np.add(old, new), new, tokens=tokens, table=table))[:10])
     close(outs[0], outs[1])
 
 
@@ -127,14 +130,14 @@ def packed():
 
 def test_packed_caches_hold_what_plain_ones_do(rng):
     module, x = packed(), jnp.asarray(rng.standard_normal((9, M)), jnp.bfloat16)
-    caches = V32Cache(3, 4), V32Cache(3, 4, format="plain")
+    caches = V32Cache(4, 4), V32Cache(4, 4, format="plain")
     module.indexer.topk = 16
-    outs = [np.asarray(module(x, cache, batch([9], [9])), np.float32) for cache in caches]
+    outs = [np.asarray(step(module, x, cache, batch([9], [9])), np.float32) for cache in caches]
     assert (outs[0] != outs[1]).any()
     assert np.abs(outs[0] - outs[1]).max() <= np.abs(outs[1]).max() / 8
-    keys, scales = indexer_keys(caches[0].keys[...], jnp.arange(3)[None], page=4)
+    keys, scales = indexer_keys(caches[0].keys[...], jnp.arange(4)[None], page=4)
     keys = np.asarray(keys, np.float32)[0, :9] * np.asarray(scales)[0, :9, None]
-    plain = np.asarray(caches[1].keys[...], np.float32).reshape(12, 128)[:9]
+    plain = np.asarray(caches[1].keys[...], np.float32).reshape(16, 128)[:9]
     assert (np.abs(keys - plain) <= np.maximum(np.abs(plain) / 16, np.asarray(scales)[0, :9, None] * 2.0**-10)).all()
     assert np.log2(np.asarray(scales)[0, :9]).tolist() == np.ceil(np.log2(np.abs(plain).max(1) / 448)).tolist()
 
@@ -142,9 +145,9 @@ def test_packed_caches_hold_what_plain_ones_do(rng):
 def test_decode_is_prefill_over_packed_caches(rng):
     """The same codes, so the same choices; outputs differ by roundings of the products before them."""
     module, x = packed(), jnp.asarray(rng.standard_normal((9, M)), jnp.bfloat16)
-    whole, cache = V32Cache(3, 4), V32Cache(3, 4)
-    together = np.asarray(module(x, whole, batch([9], [9])), np.float32)
-    alone = [module(x[n : n + 1], cache, batch([n + 1], [1])) for n in range(9)]
+    whole, cache = V32Cache(4, 4), V32Cache(4, 4)
+    together = np.asarray(step(module, x, whole, batch([9], [9])), np.float32)
+    alone = [step(module, x[n : n + 1], cache, batch([n + 1], [1])) for n in range(9)]
     alone = np.asarray(jnp.concatenate(alone), np.float32)
     assert np.abs(alone - together).max() <= 4 * 2.0**-8 * np.abs(together).max()
 
@@ -168,7 +171,12 @@ WRONG = {
     "format": (lambda: V32Cache(2, format="fp8"), "V32Cache: format must be fp8_ds_mla or plain, got 'fp8'"),
     "packed": (
         lambda: V32Cache(2, kv_rank=16),
-        "V32Cache: format fp8_ds_mla needs kv_rank, rope_dim, index_dim = 512, 64, 128, got 16, 64, 128",
+        "V32Cache: format fp8_ds_mla needs kv_rank, rope_dim = 512, 64, got 16, 64",
+    ),
+    "keys": (lambda: V32Cache(2, index_dim=64), "V32Cache: index_format indexer_fp8 needs index_dim = 128, got 64"),
+    "key format": (
+        lambda: V32Cache(2, index_format="indexer_mxfp4"),
+        "V32Cache: index_format must be indexer_fp8 or plain, got 'indexer_mxfp4'",
     ),
     "pages": (lambda: V32Cache(0), "V32Cache: num_pages must be at least 1, got 0"),
     "topk": (lambda: layer(0), "DeepseekV32Attention: index_topk must be at least 1, got 0"),
