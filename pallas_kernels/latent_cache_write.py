@@ -5,7 +5,8 @@ as they are, or divided by the scale.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -28,6 +29,8 @@ def why_not(*, latent, rotary, cache, format, page, **_) -> str | None:
         return f"the cache must have fewer than 2^31 slots, got {cache.shape[0]} pages"
     if format == "v4":
         return f"a page must be a multiple of 4 bytes, got {cache.shape[1]}" if cache.shape[1] % 4 else None
+    if format in ("indexer_fp8", "indexer_mxfp4"):
+        return f"a page must be a multiple of 32 bytes, got {cache.shape[1]}" if cache.shape[1] % 32 else None
     if format == "fp8_ds_mla":
         return None
     found = _frames.line(latent.shape[1] + rotary.shape[1], latent.dtype)
@@ -51,8 +54,11 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
         return cache
     size = cache.shape[1] if page is None else page
     S = cache.shape[0] * size
-    flat = cache if format == "v4" else cache.reshape(S, cache.shape[2])
-    write, arrays = {"v4": _v4, "fp8_ds_mla": _ds_mla}.get(format, _line)(latent, rotary, scale, size)
+    if format == "indexer_fp8":
+        flat = cache.reshape(cache.shape[0], -1, 32)
+    else:
+        flat = cache if page is not None else cache.reshape(S, cache.shape[2])
+    write, arrays = _WRITERS.get(format, _line)(latent, rotary, scale, size)
 
     def body(slots_ref, *refs):
         *inputs, cache_ref = refs
@@ -93,6 +99,22 @@ def _ds_mla(latent, rotary, scale, page):
     return write, [latent.reshape(-1, *_packed_rows.DS_MLA.shape), rotary.astype(jnp.bfloat16)]
 
 
+def _key(put: Callable[..., None]) -> Callable[..., Any]:
+    """Keys of the indexer."""
+
+    def prepared(latent, rotary, scale, page):
+        del scale
+        x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.INDEXER.shape)
+
+        def write(token, slot, inputs, cache):
+            numbers = _frames.wide(_packed_rows.INDEXER.load(inputs[0].at[token]))
+            put(cache, _packed_rows.place_of(slot, page), numbers)
+
+        return write, [x]
+
+    return prepared
+
+
 def _line(latent, rotary, scale, page):
     del page
     x = jnp.concatenate([latent, rotary], 1)
@@ -109,3 +131,12 @@ def _line(latent, rotary, scale, page):
             _mosaic.store(line.at(cache, at, start), piece)
 
     return write, [x] + ([] if scale is None else [scale.astype(jnp.float32).reshape(1)])
+
+
+_WRITERS = {
+    "v4": _v4,
+    "fp8_ds_mla": _ds_mla,
+    "indexer_fp8": _key(_packed_rows.put_indexer_fp8),
+    "indexer_mxfp4": _key(_packed_rows.put_indexer_mxfp4),
+}
+"""Those of the formats that are no lines."""

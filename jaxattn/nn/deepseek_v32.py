@@ -14,6 +14,7 @@ from jaxattn.nn.linear import make_linear, project
 from jaxattn.nn.norm import LayerNorm
 from jaxattn.ops.indexer import indexer
 from jaxattn.ops.indexer_q import indexer_q
+from jaxattn.ops.latent_cache_write import latent_cache_write
 from jaxattn.ops.rope import rope
 from jaxattn.ops.sparse_indices import entry_slots, places
 from jaxattn.ops.sparse_mla import sparse_mla
@@ -80,13 +81,11 @@ class V32Cache(nnx.Module):
 
     def update_keys(self, keys: Float[Array, "N D"], slots: Int32[Array, " N"]) -> None:
         """Write this step's indexer keys; rows with a slot outside the cache are skipped."""
-        pages = self.keys[...]
-        if self.index_format == "plain":
-            number, place = _latent_cache.place_of(slots, pages.shape[0], self.page)
-            self.keys[...] = pages.at[number, place].set(keys.astype(pages.dtype), mode="drop")
-            return
-        rows, scales = _latent_cache.encode_indexer(keys, self.index_format)
-        self.keys[...] = _latent_cache.insert(pages, rows, scales, slots, self.index_format, self.page)
+        page = None if self.index_format == "plain" else self.page
+        half = self.index_dim // 2
+        self.keys[...] = latent_cache_write(
+            keys[:, :half], keys[:, half:], self.keys[...], slots, format=self.index_format, page=page
+        )
 
 
 class Indexer(nnx.Module):
