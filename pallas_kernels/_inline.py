@@ -343,24 +343,26 @@ def wait(sums: list, pending: int, dtype: Any) -> list:
     return assembly([f"wgmma.wait_group.sync.aligned {pending};"], sums, len(sums), [], dtype)
 
 
-def relu_dot(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """`sum_c weights[c] * max(values[:, c], 0)` in float32, one product-and-sum a number; NaN counts as 0.
+def relu_dot(values: jax.Array, weights: jax.Array, keep_nan: bool = False) -> jax.Array:
+    """`sum_c weights[c] * max(values[:, c], 0)` in float32, one product-and-sum a number.
 
     Args:
         values: float32 [64, n] in the layout of wgmma, n a multiple of 8.
         weights: float32 [n] in `WGMMA.reduce(0)`.
+        keep_nan: NaN stays NaN, else it counts as 0.
 
     Returns:
         float32 [64], a number per row in the layout of wgmma's rows.
     """
     if _mosaic.interpreting():
-        kept = jnp.where(values > 0, values, 0.0)
+        kept = jnp.maximum(values, 0.0) if keep_nan else jnp.where(values > 0, values, 0.0)
         return jnp.sum(kept * lax.broadcast_in_dim(weights, values.shape, [1]), axis=1)
 
     def emit(context, values, weights):
         del context
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         fma, zero = fragments.mlir_math.fma, arith.constant(f32, 0.0)
+        larger = arith.maximumf if keep_nan else arith.maxnumf
 
         def element(x, i):
             return llvm.extractelement(x, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i)).result)
@@ -372,7 +374,7 @@ def relu_dot(values: jax.Array, weights: jax.Array) -> jax.Array:
             chains = [zero, zero]
             for j in range(len(given) // 4):
                 for i in range(2):
-                    kept = arith.maxnumf(given[4 * j + 2 * half + i], zero)
+                    kept = larger(given[4 * j + 2 * half + i], zero)
                     chains[i] = fma(kept, factors[2 * j + i], chains[i])
             total = arith.addf(*chains)
             for hop in (1, 2):

@@ -7,8 +7,9 @@ Some sum while others keep the tensor cores busy.
 
 With keys in pages of 64 a tile is one token and `chunk` blocks of its request.
 
-FP8 tensor cores keep about 14 bits of a sum, as in DeepGEMM; sums over heads are float32. Blocks that a tile does not
-see are skipped, and hold anything unless logits are asked for. Another kernel chooses the best, `indexer_topk`.
+FP8 tensor cores keep about 14 bits of a sum, as in DeepGEMM; sums over heads are float32. MXFP4 keys travel as they are
+and become bfloat16 in registers, exactly; XLA decodes the queries, see `_mxfp4_scores`. Blocks that a tile does not see
+are skipped, and hold anything unless logits are asked for. Another kernel chooses the best, `indexer_topk`.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic
+from pallas_kernels import _inline, _mosaic, _mxfp4_scores
 
 KEYS = 64
 """Keys of a block: the M of one wgmma."""
@@ -30,8 +31,6 @@ COLUMNS = 128
 """Heads of a tile, of all its tokens, where keys are not paged."""
 WIDTH = 128
 """Numbers of a key: a swizzle span of 8-bit codes."""
-SCALES = KEYS * 4 // WIDTH
-"""Rows of a page behind the codes that hold the scales."""
 HEADS = (16, 32, 64, 128)
 TOLD = 4
 """Tiles that the producer may tell of before the first is forgotten."""
@@ -74,11 +73,27 @@ class _Plan:
     """Pages of the cache; None: keys are not paged."""
     B: int
     dtype: Any
+    """Of codes: float8_e4m3fn, or uint8 for MXFP4."""
     fill: bool
     """Logits outside of ranges become -inf."""
     config: Config
     interpreted: bool
     num_sms: int
+
+    @property
+    def fp4(self) -> bool:
+        """MXFP4."""
+        return self.dtype == jnp.uint8
+
+    @property
+    def row(self) -> int:
+        """Bytes of a key."""
+        return _mxfp4_scores.BYTES if self.fp4 else WIDTH
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of a page behind the codes that hold the scales."""
+        return KEYS * 4 // self.row
 
     @property
     def group(self) -> int:
@@ -144,10 +159,15 @@ def _plan(config: Config, fill: bool, *, q, k, page_table, **_) -> _Plan:
 def why_not(*, q, k, page, page_table, format, **_) -> str | None:
     """None if the kernel can run these arguments, else one sentence; shapes and dtypes are enough."""
     dtype, (_, H, D) = jnp.dtype(q.dtype).name, q.shape
-    if page is not None and format != "indexer_fp8":
-        return f"a paged cache must be of format indexer_fp8, got {format}"
-    if dtype != "float8_e4m3fn":
-        return f"q and k must be float8_e4m3fn, got {dtype}"
+    fp4 = dtype == "uint8"
+    row = _mxfp4_scores.BYTES if fp4 else WIDTH
+    if page is not None and format not in ("indexer_fp8", "indexer_mxfp4"):
+        return f"a paged cache must be of format indexer_fp8 or indexer_mxfp4, got {format}"
+    if page is not None and format == "indexer_mxfp4" and not fp4:
+        return f"q must be MXFP4 codes (uint8) as a cache of format indexer_mxfp4 is, got {dtype}"
+    if dtype not in ("float8_e4m3fn", "uint8"):
+        return f"q and k must be float8_e4m3fn or uint8 (MXFP4), got {dtype}"
+    D = 2 * D if fp4 else D
     if D != WIDTH:
         return f"keys must be {WIDTH} wide, got D={D}"
     if H not in HEADS:
@@ -158,8 +178,8 @@ def why_not(*, q, k, page, page_table, format, **_) -> str | None:
         return f"pages must hold {KEYS} entries, got {page}"
     if page is not None and not page_table.shape[1]:
         return "needs at least one page per request, got a page table without columns"
-    if page is not None and k.shape[1] % WIDTH:
-        return f"pages must be multiples of {WIDTH} bytes, got {k.shape[1]}"
+    if page is not None and k.shape[1] % row:
+        return f"pages must be multiples of {row} bytes, got {k.shape[1]}"
     return None
 
 
@@ -183,6 +203,7 @@ def indexer(
     select: Callable[..., jax.Array],
     q,
     weights,
+    q_scale,
     k,
     k_scale,
     starts,
@@ -208,12 +229,16 @@ def indexer(
         )
     inputs = {"weights": weights, "starts": starts, "ends": ends}
     logits = jnp.zeros((x.N, x.S), f32)
+    q = q.reshape(-1, q.shape[2])
+    if x.fp4 and x.N:
+        q = _mxfp4_scores.queries(q, q_scale.reshape(-1, _mxfp4_scores.SCALES))
     if x.N and page_table is None:
+        k_scale = lax.bitcast_convert_type(k_scale, i32) if x.fp4 else k_scale
         logits = _logits(x, q, inputs, {"k": k, "k_scale": jnp.pad(k_scale, (0, x.reach - x.S))})
     elif x.N:
         # bytes stay bytes, because XLA would copy the cache to call them something else
         tables = {"page_table": page_table, "requests": jnp.clip(requests, 0, x.B - 1)}
-        logits = _logits(x, q, inputs, {"k": k.reshape(x.pool, -1, WIDTH)} | tables)
+        logits = _logits(x, q, inputs, {"k": k.reshape(x.pool, -1, x.row)} | tables)
     if topk is None:
         return logits
     indices = select(logits, starts, ends, topk)
@@ -225,15 +250,17 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     c, tile = x.config, _inline.span()
     keys = x.dtype if x.pool is None else jnp.uint8
     return {
-        "q_tile": plgpu.SMEM((2, x.columns, WIDTH), x.dtype, transforms=tile),
+        "q_tile": plgpu.SMEM((2, 2, x.columns, _mxfp4_scores.HALF), jnp.bfloat16, transforms=tile)
+        if x.fp4
+        else plgpu.SMEM((2, x.columns, WIDTH), x.dtype, transforms=tile),
         "weight": plgpu.SMEM((2, x.columns), f32),
-        "k_tile": plgpu.SMEM((c.stages, x.group, WIDTH), keys, transforms=tile),
-        "scale": plgpu.SMEM((c.stages, x.group), f32)
+        "k_tile": plgpu.SMEM((c.stages, x.group, x.row), keys, transforms=() if x.fp4 else tile),
+        "scale": plgpu.SMEM((c.stages, x.group), i32 if x.fp4 else f32)
         if x.pool is None
-        else plgpu.SMEM((c.stages, SCALES * c.consumers, WIDTH), keys),
+        else plgpu.SMEM((c.stages, x.scale_rows * c.consumers, x.row), keys),
         "tile": plgpu.SMEM((TOLD, 2 + 2 * x.tokens), i32),
         "told": plgpu.Barrier(num_barriers=TOLD),
-        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "q_full": plgpu.Barrier(num_arrivals=3 if x.fp4 else 2, num_barriers=2),
         "q_free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=2),
         "full": plgpu.Barrier(num_arrivals=2 if x.pool is None else 2 * c.consumers, num_barriers=c.stages),
         "free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
@@ -244,7 +271,7 @@ def _logits(x: _Plan, q, by_token: dict[str, Any], keys: dict[str, Any]):
     """Logits [N, S]; without `fill` numbers outside a token's range are anything."""
     missing = -x.N % x.tokens
     inputs = {name: jnp.pad(a, ((0, missing), *[(0, 0)] * (a.ndim - 1))) for name, a in by_token.items()}
-    inputs |= {"q": q.reshape(-1, WIDTH), "weights": inputs["weights"].reshape(-1)} | keys
+    inputs |= {"q": q, "weights": inputs["weights"].reshape(-1)} | keys
     rows, columns = x.N + missing, x.blocks * KEYS
 
     def body(*refs, **scratch):
@@ -305,7 +332,11 @@ def _produce(x: _Plan, r: Any, turn, steps):
         r.tile[told, i] = value
     plgpu.barrier_arrive(r.told.at[told])
     rows = pl.ds(token0 * x.H, x.columns)
-    plgpu.copy_gmem_to_smem(r.q.at[rows], r.q_tile.at[at], r.q_full.at[at])
+    if x.fp4:
+        for half in range(2):
+            plgpu.copy_gmem_to_smem(r.q.at[half, rows], r.q_tile.at[at, half], r.q_full.at[at])
+    else:
+        plgpu.copy_gmem_to_smem(r.q.at[rows], r.q_tile.at[at], r.q_full.at[at])
     plgpu.copy_gmem_to_smem(r.weights.at[rows], r.weight.at[at], r.q_full.at[at])
 
     slots = _slots(x, blocks)
@@ -324,7 +355,7 @@ def _produce(x: _Plan, r: Any, turn, steps):
         for n in range(x.config.consumers):
             entry = jnp.minimum(block + n, first + blocks - 1)  # pages behind the last may be anything
             number = jnp.clip(r.page_table[r.requests[token0], entry], 0, x.pool - 1)
-            for rows, to in ((pl.ds(0, KEYS), r.k_tile), (pl.ds(KEYS, SCALES), r.scale)):
+            for rows, to in ((pl.ds(0, KEYS), r.k_tile), (pl.ds(KEYS, x.scale_rows), r.scale)):
                 place = to.at[slot, pl.ds(n * rows.size, rows.size)]
                 plgpu.copy_gmem_to_smem(r.k.at[number, rows], place, full)
 
@@ -351,18 +382,25 @@ def _consume(x: _Plan, r: Any, me, turn, steps):
 
     def block(b, slot):
         own = pl.ds(me * KEYS, KEYS)
-        scores = _inline.settle(_inline.start(r.k_tile.at[slot, own], r.q_tile.at[at]), 0)
-        if x.pool is None:
-            scale = plgpu.load(r.scale.at[slot, own], layout=_inline.ROW, optimized=False)
+        scales = r.scale.at[slot, own if x.pool is None else pl.ds(me * x.scale_rows, x.scale_rows)]
+        scale = None
+        if x.fp4:
+            scores = _mxfp4_scores.start(r.k_tile.at[slot, own], scales, r.q_tile.at[at])
         else:
-            scale = _inline.load_bytes(r.scale.at[slot, pl.ds(me * SCALES, SCALES)])
+            scores = _inline.settle(_inline.start(r.k_tile.at[slot, own], r.q_tile.at[at]), 0)
+            if x.pool is None:
+                scale = plgpu.load(scales, layout=_inline.ROW, optimized=False)
+            else:
+                scale = _inline.load_bytes(scales)
         _inline.release_reads()
         plgpu.barrier_arrive(r.free.at[slot])
+        scores = _inline.settle(scores, 0) if x.fp4 else scores
         key0 = (first + b) * KEYS
         key = key0 + plgpu.broadcasted_iota(i32, (KEYS,), 0, layout=_inline.ROW)
         for n in range(x.tokens):
             start, end = r.tile[told, 2 + 2 * n], r.tile[told, 3 + 2 * n]
-            value = _inline.relu_dot(scores[:, n * x.H : (n + 1) * x.H], weights[n]) * scale
+            value = _inline.relu_dot(scores[:, n * x.H : (n + 1) * x.H], weights[n], keep_nan=x.fp4)
+            value = value if scale is None else value * scale
             value = jnp.where((key >= start) & (key < end), value, -jnp.inf)
             _mosaic.store(r.o.at[token0 + n, pl.ds(key0, KEYS)], value)
 

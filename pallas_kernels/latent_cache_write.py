@@ -5,7 +5,8 @@ as they are, or divided by the scale.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,6 +35,8 @@ def why_not(*, latent, rotary, cache, format, page, **_) -> str | None:
         return f"the cache must have fewer than 2^31 slots, got {cache.shape[0]} pages"
     if format == "v4":
         return f"a page must be a multiple of 4 bytes, got {cache.shape[1]}" if cache.shape[1] % 4 else None
+    if format in ("indexer_fp8", "indexer_mxfp4"):
+        return f"a page must be a multiple of 32 bytes, got {cache.shape[1]}" if cache.shape[1] % 32 else None
     if format == "fp8_ds_mla":
         return None
     found = _frames.line(latent.shape[1] + rotary.shape[1], latent.dtype)
@@ -57,10 +60,11 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
         return cache
     size = cache.shape[1] if page is None else page
     S = cache.shape[0] * size
-    flat = cache if format == "v4" else cache.reshape(S, cache.shape[2])
-    load, hold, write, arrays = {"v4": _v4, "fp8_ds_mla": _ds_mla}.get(format, _line)(
-        latent, rotary, scale, size, config.ahead
-    )
+    if format == "indexer_fp8":
+        flat = cache.reshape(cache.shape[0], -1, 32)
+    else:
+        flat = cache if page is not None else cache.reshape(S, cache.shape[2])
+    load, hold, write, arrays = _WRITERS.get(format, _line)(latent, rotary, scale, size, config.ahead)
 
     def body(slots_ref, *refs):
         *inputs, cache_ref = refs
@@ -127,6 +131,28 @@ def _ds_mla(latent, rotary, scale, page, ahead):
     return load, hold, write, [latent.reshape(-1, *_packed_rows.DS_MLA.shape), rotary.astype(jnp.bfloat16)]
 
 
+def _key(put: Callable[..., None]) -> Callable[..., Any]:
+    """Keys of the indexer."""
+
+    def prepared(latent, rotary, scale, page, ahead):
+        del scale, ahead
+        x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.INDEXER.shape)
+
+        def load(token, inputs):
+            return _packed_rows.INDEXER.load(inputs[0].at[token])
+
+        def write(slot, numbers, inputs, cache):
+            del inputs
+            put(cache, _packed_rows.place_of(slot, page), _frames.wide(numbers))
+
+        def hold(numbers):  # one of 16 bits a thread, not a word
+            return numbers
+
+        return load, hold, write, [x]
+
+    return prepared
+
+
 def _line(latent, rotary, scale, page, ahead):
     del page, ahead
     x = jnp.concatenate([latent, rotary], 1)
@@ -150,3 +176,12 @@ def _line(latent, rotary, scale, page, ahead):
         return [_packed_rows.held(piece, line.frame.numbers) for piece in pieces] if whole else pieces
 
     return load, hold, write, [x] + ([] if scale is None else [scale.astype(jnp.float32).reshape(1)])
+
+
+_WRITERS = {
+    "v4": _v4,
+    "fp8_ds_mla": _ds_mla,
+    "indexer_fp8": _key(_packed_rows.put_indexer_fp8),
+    "indexer_mxfp4": _key(_packed_rows.put_indexer_mxfp4),
+}
+"""Those of the formats that are no lines."""

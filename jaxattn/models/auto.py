@@ -13,6 +13,7 @@ from jaxattn.models.gpt_oss import GptOssForCausalLM
 MODELS: dict[str, type[CausalModel] | type[DeepseekV4ForCausalLM]] = {
     "deepseek_v2": DeepseekV3ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "deepseek_v32": DeepseekV3ForCausalLM,
     "deepseek_v4": DeepseekV4ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
 }

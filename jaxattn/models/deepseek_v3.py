@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and V2: latent attention, dense first layers, routed and shared experts.
+"""DeepSeek-V3, V3.2 and V2: latent attention, dense first layers, routed and shared experts.
 
 Differences by configuration: V2 routes with a softmax, the largest score of a group and no bias, V3 with sigmoids, the
-two largest and a bias that selects; V2-Lite projects its queries at once. The norms of the latents have an epsilon of
-1e-6 whatever the configuration says, as in DeepSeek's own code.
+two largest and a bias that selects; V2-Lite projects its queries at once; V3.2 is V3 with an indexer in every layer.
+The norms of the latents have an epsilon of 1e-6 whatever the configuration says, as in DeepSeek's own code.
 
 Source: https://arxiv.org/abs/2412.19437; https://arxiv.org/abs/2405.04434; transformers 5.24 `deepseek_v3`.
 """
@@ -19,11 +19,22 @@ from jaxattn import _checks
 from jaxattn.models._causal import DTYPES, PAGE, CausalModel, Decoder, DecoderLayer, check_model_type
 from jaxattn.models.checkpoint import Checkpoint, Piece, Rules, whole
 from jaxattn.models.config import Fields, Quantization, Rope
-from jaxattn.nn import FusedMoE, GatedMLP, LatentCache, MLAttention, MoEConfig
+from jaxattn.nn import DeepseekV32Attention, FusedMoE, GatedMLP, LatentCache, MLAttention, MoEConfig, V32Cache
 
 _OP = "DeepseekV3Config"
 _BLOCK = 128
 _UNQUANTIZED = ("lm_head", "gate", "embed_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """The indexer of V3.2."""
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool
+    """Its rotated pairs are neighbours, else halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,8 @@ class DeepseekV3Config:
     quantization: Quantization
     extra_layers: int
     """Multi-token prediction layers behind the last one, which are not built."""
+    index: IndexConfig | None = None
+    """V3.2 only."""
 
     @property
     def max_positions(self) -> int:
@@ -65,8 +78,9 @@ class DeepseekV3Config:
             ValueError: another architecture, a missing field, or an option that the model does not have.
         """
         fields = Fields(_OP, config)
-        kind = check_model_type(_OP, config, "deepseek_v3", "deepseek_v2")
-        v3 = kind == "deepseek_v3"
+        kind = check_model_type(_OP, config, "deepseek_v3", "deepseek_v32", "deepseek_v2")
+        v3 = kind != "deepseek_v2"
+        index = _index(fields) if kind == "deepseek_v32" else None
         fields.only("hidden_act", "silu")
         fields.only("scoring_func", "sigmoid" if v3 else "softmax")
         fields.only("topk_method", *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")))
@@ -111,14 +125,31 @@ class DeepseekV3Config:
             stops=fields.stops(),
             quantization=quantization,
             extra_layers=fields.get("num_nextn_predict_layers", 0),
+            index=index,
         )
 
 
-class DeepseekV3ForCausalLM(CausalModel):
-    """DeepSeek-V3 or V2: `model.embed_tokens`, `model.layers[i]`, `model.norm`, `lm_head` as in its checkpoints.
+def _index(fields: Fields) -> IndexConfig:
+    """V3.2's own fields.
 
-    A layer has `input_layernorm`, `self_attn` (`MLAttention`), `post_attention_layernorm` and `mlp`: a `GatedMLP`, or a
-    `FusedMoE` that stacks the checkpoint's `mlp.experts.*` in `w13` and `w2`, with `mlp.gate.weight` as `gate`.
+    Raises:
+        ValueError: one is missing, or is no positive integer.
+    """
+    fields.count("q_lora_rank")  # the indexer's queries come from it
+    return IndexConfig(
+        heads=fields.count("index_n_heads"),
+        dim=fields.count("index_head_dim"),
+        topk=fields.count("index_topk"),
+        interleaved=bool(fields.get("indexer_rope_interleave", False)),
+    )
+
+
+class DeepseekV3ForCausalLM(CausalModel):
+    """DeepSeek-V3, V3.2 or V2: `model.embed_tokens`, `model.layers[i]`, `model.norm`, `lm_head` as in its checkpoints.
+
+    A layer has `input_layernorm`, `self_attn` (`MLAttention`, for V3.2 `DeepseekV32Attention`),
+    `post_attention_layernorm` and `mlp`: a `GatedMLP`, or a `FusedMoE` that stacks the checkpoint's `mlp.experts.*` in
+    `w13` and `w2`, with `mlp.gate.weight` as `gate`.
 
     Example:
         model = DeepseekV3ForCausalLM.from_pretrained(folder)
@@ -152,8 +183,14 @@ class DeepseekV3ForCausalLM(CausalModel):
         fp8 = "fp8_block" if c.quantization.method == "fp8_block" else None
         how: dict[str, Any] = {"format": fp8, "ue8m0": c.quantization.ue8m0, "dtype": dtype, "rngs": rngs}
 
+        index: dict[str, Any] = {}
+        if c.index is not None:
+            index = {"index_heads": c.index.heads, "index_dim": c.index.dim, "index_topk": c.index.topk}
+            index["index_interleaved"] = c.index.interleaved
+        kind: Any = MLAttention if c.index is None else DeepseekV32Attention
+
         def layer(moe: MoEConfig | None) -> DecoderLayer:
-            attention = MLAttention(
+            attention = kind(
                 c.features,
                 c.heads,
                 table=table,
@@ -164,6 +201,7 @@ class DeepseekV3ForCausalLM(CausalModel):
                 value_dim=c.value_dim,
                 interleaved=c.interleaved,
                 use_bias=c.use_bias,
+                **index,
                 **how,
             )
             if moe is None:
@@ -177,10 +215,15 @@ class DeepseekV3ForCausalLM(CausalModel):
         decoder = Decoder(c.vocab_size, c.features, layers, eps=c.eps, dtype=dtype, rngs=rngs)
         super().__init__(c, decoder, features=c.features, dtype=dtype, rngs=rngs)
 
-    def layer_cache(self, pages: int) -> LatentCache:
-        """Latents of one layer."""
+    def layer_cache(self, pages: int) -> LatentCache | V32Cache:
+        """Latents of one layer, and keys of an indexer: FP8 in bfloat16 models, plain in wider ones."""
         c = self.config
-        return LatentCache(pages, PAGE, dtype=self.dtype, kv_rank=c.kv_rank, rope_dim=c.rope.dim)
+        sizes: dict[str, Any] = {"dtype": self.dtype, "kv_rank": c.kv_rank, "rope_dim": c.rope.dim}
+        if c.index is None:
+            return LatentCache(pages, PAGE, **sizes)
+        packed = self.dtype == "bfloat16" and c.index.dim == 128
+        keys: dict[str, Any] = {"index_format": "indexer_fp8" if packed else "plain", "index_dim": c.index.dim}
+        return V32Cache(pages, PAGE, format="plain", **keys, **sizes)
 
     @classmethod
     def options(cls, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from jaxattn.nn.cascade import CascadeAttention, SharedPrefixes
 from jaxattn.nn.deepseek_v4 import DeepseekV4Attention
 from jaxattn.nn.deepseek_v4_cache import V4Batch, V4Cache
 from jaxattn.nn.deepseek_v4_layer import DeepseekV4DecoderLayer, MTPBlock
+from jaxattn.nn.deepseek_v32 import DeepseekV32Attention, V32Cache
 from jaxattn.nn.hyper import HyperConnections, HyperHead
 from jaxattn.nn.latent import LatentCache, MLAttention
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.nn.moe import ExpertLoad, FusedMoE, MoEConfig
-from jaxattn.nn.norm import RMSNorm
+from jaxattn.nn.norm import LayerNorm, RMSNorm
 from jaxattn.nn.quantized_linear import QuantizedLinear, QuantizedParam, quantize_module
 from jaxattn.nn.rotary import RotaryTable
 from jaxattn.nn.self_attention import Attention
@@ -21,6 +22,7 @@ __all__ = [
     "CascadeAttention",
     "DeepseekV4Attention",
     "DeepseekV4DecoderLayer",
+    "DeepseekV32Attention",
     "ExpertLoad",
     "FusedMoE",
     "GatedMLP",
@@ -28,6 +30,7 @@ __all__ = [
     "HyperHead",
     "KVPages",
     "LatentCache",
+    "LayerNorm",
     "MLAttention",
     "MTPBlock",
     "MoEConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "TurboQuantKVCache",
     "V4Batch",
     "V4Cache",
+    "V32Cache",
     "quantize_module",
     "turboquant_caches",
 ]

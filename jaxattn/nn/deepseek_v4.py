@@ -22,7 +22,7 @@ from jaxattn.ops.qnorm_rope_kv_insert import qnorm_rope_kv_insert
 from jaxattn.ops.rope import rope
 from jaxattn.ops.sparse_indices import all_entries, entry_slots, window_slots
 from jaxattn.ops.sparse_mla import sparse_mla
-from jaxattn.quant import fp8, mx
+from jaxattn.quant import fp8
 
 _OP = "DeepseekV4Attention"
 type LinearFormat = Literal["none", "fp8_block"]
@@ -115,14 +115,14 @@ class Indexer(nnx.Module):
         """
         self.compressor(x, table, cache, batch)
         heads = project(self.wq_b, q).reshape(len(x), self.heads, self.dim)
-        weights = project(self.weights_proj, x)
+        weights, q_scale = project(self.weights_proj, x), None
         if cache.format == "plain":
             codes = rope(heads, batch.positions, table)
             weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32)) * self.dim**-0.5 * self.heads**-0.5
         else:
             fp4 = cache.format == "indexer_mxfp4"
             codes, weights, *scale = indexer_q(heads, weights, batch.positions, table, format="mxfp4" if fp4 else "fp8")
-            codes = mx.dequantize(codes, scale[0]) if fp4 else codes
+            q_scale = scale[0] if fp4 else None
         visible = jnp.where(batch.positions >= 0, (batch.positions + 1) // self.compressor.ratio, 0)
         return indexer(
             codes,
@@ -132,6 +132,7 @@ class Indexer(nnx.Module):
             jnp.zeros_like(visible),
             visible,
             topk=self.topk,
+            q_scale=q_scale,
             page_table=batch.entry_table,
             requests=batch.request,
             page=cache.page,

@@ -188,26 +188,34 @@ class MLAttention(nnx.Module):
             TypeError: x is not in the parameters' dtype;
             ValueError: x, cache and batch disagree in a size, or `chunk` is below 1.
         """
-        dtype, N = self.kv_a_layernorm.weight.dtype, x.shape[0]
-        _checks.check_shapes(_OP, x=(x, "N M"), slots=(batch.slots, "N"), positions=(batch.positions, "N"))
-        _checks.check_dtype(_OP, "x", x, (jnp.dtype(dtype).name,), "cast it to the layer's dtype")
+        N = x.shape[0]
+        self._check(_OP, x, batch)
         _checks.check_count(_OP, chunk=chunk)
-        if x.shape[1] != self.features:
-            raise ValueError(f"{_OP}: x must be packed tokens [N M] with M={self.features}, got shape {tuple(x.shape)}")
-
-        joined = project(self.kv_a_proj_with_mqa, x)
-        q, latent = self._queries(x, joined[:, : self.kv_rank])
-        q = q.reshape(N, self.heads, self.nope_dim + self.rope_dim)
-        turned = jnp.concatenate([q[..., self.nope_dim :], joined[:, None, self.kv_rank :]], 1)
-        turned = rope(turned, batch.positions, self.table[...], interleaved=self.interleaved)
-        cache.update(latent, turned[:, -1], batch.slots)
-        nope, rotated = q[..., : self.nope_dim], turned[:, :-1]
+        nope, rotated, latent, key, _ = self._project(x, batch)
+        cache.update(latent, key, batch.slots)
         if expand:
             q = jnp.concatenate([nope, rotated], -1)
-            o = self._expanded(q, jnp.concatenate([latent, turned[:, -1]], -1), cache, batch, chunk)
+            o = self._expanded(q, jnp.concatenate([latent, key], -1), cache, batch, chunk)
         else:
             o = self._absorbed(nope, rotated, cache, batch)
         return project(self.o_proj, o.reshape(N, self.heads * self.value_dim))
+
+    def _check(self, op: str, x: Array, batch: PagedBatch) -> None:
+        """Raise unless tokens fit the layer and the batch."""
+        dtype = self.kv_a_layernorm.weight.dtype
+        _checks.check_shapes(op, x=(x, "N M"), slots=(batch.slots, "N"), positions=(batch.positions, "N"))
+        _checks.check_dtype(op, "x", x, (jnp.dtype(dtype).name,), "cast it to the layer's dtype")
+        if x.shape[1] != self.features:
+            raise ValueError(f"{op}: x must be packed tokens [N M] with M={self.features}, got shape {tuple(x.shape)}")
+
+    def _project(self, x: Array, batch: PagedBatch) -> tuple[Array, Array, Array, Array, Array | None]:
+        """Queries [N, H, Dn] and, rotated, [N, H, Dr], the normed latent, the rotated key, the normed rank of q."""
+        joined = project(self.kv_a_proj_with_mqa, x)
+        q, latent, low = self._queries(x, joined[:, : self.kv_rank])
+        q = q.reshape(x.shape[0], self.heads, self.nope_dim + self.rope_dim)
+        turned = jnp.concatenate([q[..., self.nope_dim :], joined[:, None, self.kv_rank :]], 1)
+        turned = rope(turned, batch.positions, self.table[...], interleaved=self.interleaved)
+        return q[..., : self.nope_dim], turned[:, :-1], latent, turned[:, -1], low
 
     def _kv_b(self) -> Array:
         kv_b = matrix(self.kv_b_proj, self.kv_a_layernorm.weight.dtype)
@@ -215,9 +223,8 @@ class MLAttention(nnx.Module):
 
     def _absorbed(self, nope, rotated, cache: LatentCache, batch: PagedBatch) -> Float[Array, "N H Dv"]:
         """Attention in latent space (`forward_mqa` of vLLM)."""
-        kv_b = self._kv_b()
         o = mla(
-            jnp.concatenate([_einsum("nhd,rhd->nhr", nope, kv_b[..., : self.nope_dim]), rotated], -1),
+            self._into_latent(nope, rotated),
             cache.rows[...],
             batch.page_table,
             batch.lengths,
@@ -228,7 +235,15 @@ class MLAttention(nnx.Module):
             cache_scale=None if cache.scale is None else cache.scale[...],
             implementation=self.implementation,
         )
-        return _einsum("nhr,rhv->nhv", o, kv_b[..., self.nope_dim :])
+        return self._out_of_latent(o)
+
+    def _into_latent(self, nope, rotated) -> Float[Array, "N H R+Dr"]:
+        """Queries with the keys' half of `kv_b_proj` in them."""
+        return jnp.concatenate([_einsum("nhd,rhd->nhr", nope, self._kv_b()[..., : self.nope_dim]), rotated], -1)
+
+    def _out_of_latent(self, o) -> Float[Array, "N H Dv"]:
+        """Outputs with the values' half of it."""
+        return _einsum("nhr,rhv->nhv", o, self._kv_b()[..., self.nope_dim :])
 
     def _expanded(self, q, rows, cache: LatentCache, batch: PagedBatch, chunk: int) -> Float[Array, "N H Dv"]:
         """Attention with keys and values of every head (`forward_mha`): new rows, then earlier ones in chunks."""
@@ -261,9 +276,9 @@ class MLAttention(nnx.Module):
         return jnp.concatenate([kv[..., : self.nope_dim], shared], -1), kv[..., self.nope_dim :]
 
     def _queries(self, x, latent):
-        """Queries [N, H * (Dn + Dr)] and the normed latent."""
+        """Queries [N, H * (Dn + Dr)], the normed latent, and the normed [N, Rq] that queries come from, if any."""
         if self.q_proj is not None:
-            return project(self.q_proj, x), self.kv_a_layernorm(latent)
+            return project(self.q_proj, x), self.kv_a_layernorm(latent), None
         assert self.q_a_layernorm is not None
         q, latent = q_kv_rms_norm(
             project(self.q_a_proj, x),
@@ -272,7 +287,7 @@ class MLAttention(nnx.Module):
             self.kv_a_layernorm.weight[...],
             eps=self.eps,
         )
-        return project(self.q_b_proj, q), latent
+        return project(self.q_b_proj, q), latent, q
 
 
 def _einsum(form: str, x: Array, w: Array) -> Array:

@@ -5,12 +5,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, UInt8
 
 from jaxattn import _checks, _latent_cache, _mechanism
 from jaxattn._mechanism import Args, Kernel, Mechanism
 from jaxattn.ops import _indexer_cases as cases
 from jaxattn.ops import indexer_topk as choice
+from jaxattn.quant import mx
 from jaxattn.quant import primitives as p
 from pallas_kernels import _mosaic
 from pallas_kernels import indexer as mosaic
@@ -25,14 +26,15 @@ type Order = Literal["best", "rising"]
 
 
 def indexer(
-    q: Float[Array, "N H D"],
+    q: Array,
     weights: Float[Array, "N H"],
     k: Array,
-    k_scale: Float[Array, " S"] | None,
+    k_scale: Array | None,
     starts: Int32[Array, " N"],
     ends: Int32[Array, " N"],
     *,
     topk: int | None,
+    q_scale: UInt8[Array, "N H D/32"] | None = None,
     page_table: Int32[Array, "B pages"] | None = None,
     requests: Int32[Array, " N"] | None = None,
     page: int | None = None,
@@ -46,14 +48,18 @@ def indexer(
 
         logit[n, e] = k_scale[e] * sum_h weights[n, h] * relu(q[n, h] . k[e])
 
-    in float32: products of codes are exact, sums are accumulated in float32 or wider.
+    in float32: products of codes are exact, sums are accumulated in float32 or wider. MXFP4 has a scale for every 32
+    numbers of q and of k instead, which belongs into their product:
+
+        logit[n, e] = sum_h weights[n, h] * relu(sum_d (q_scale[n, h, d / 32] q[n, h, d]) (k_scale[e, d / 32] k[e, d]))
 
     Args:
-        q: codes of `indexer_q`, float8_e4m3fn or any float dtype (float64: reference only).
-        weights: float32, scales of q and of heads folded in.
-        k: codes of keys [S, D], the dtype of `q`; with `page_table` the paged cache, see `format`. Rows that no token
-            may choose are not used and may be NaN.
-        k_scale: float32 [S]; None with `page_table`: the cache holds the scales.
+        q: [N, H, D] codes of `indexer_q`, float8_e4m3fn or any float dtype (float64: reference only), or uint8
+            [N, H, D / 2], its MXFP4 codes.
+        weights: float32, scales of heads folded in, and those of q but for MXFP4.
+        k: codes of keys, [S, D] in the dtype of `q`, or uint8 [S, D / 2]; with `page_table` the paged cache, see
+            `format`. Rows that no token may choose are not used and may be NaN.
+        k_scale: float32 [S], MXFP4 uint8 [S, D / 32]; None with `page_table`: the cache holds the scales.
         starts: int32, the token's first entry.
         ends: int32, behind the token's last entry; clipped to S. `ends <= starts`: no entry.
         page_table: int32, pages of each request, whose entries are then counted from its first: S = pages * page. Pages
@@ -61,8 +67,10 @@ def indexer(
         requests: int32, the request of each token, clipped to those that exist.
         page: entries per page.
         format: of the paged cache, as `jaxattn.compressor` leaves it: uint8 [P, bytes] "indexer_fp8" or "indexer_mxfp4"
-            with D 128 (queries of the latter are `mx.dequantize`d), or "plain", [P, page, D] in the dtype of `q`.
+            with D 128, or "plain", [P, page, D] in the dtype of `q`. Queries of "indexer_mxfp4" are MXFP4 codes, or any
+            numbers, which the reference alone takes.
         topk: entries to choose; None = none, only with `return_logits`.
+        q_scale: UE8M0 bytes of `q` in uint8, and only then; 255 is NaN.
         order: of the chosen: "best" first, the lower entry first of equals, or "rising" entries, which saves a sort
             where order does not matter, as in attention.
         return_logits: also return the logits, -inf outside [start, end).
@@ -72,8 +80,9 @@ def indexer(
     Returns:
         `indices` int32 [N, topk], the set of `indexer_topk`, counted from `starts[n]`, -1 behind the last where fewer
         entries exist; with `return_logits` then float32 `logits` [N, S], alone if `topk` is None. The kernel's products
-        are summed by FP8 tensor cores, whose sums keep 13 bits below the largest of 32 products; "mosaic" chooses by
-        the kernel of `indexer_topk`, and cannot run where that cannot.
+        are summed by FP8 tensor cores, whose sums keep 13 bits below the largest of 32 products, those of MXFP4 by
+        bfloat16 tensor cores in float32; "mosaic" chooses by the kernel of `indexer_topk`, and cannot run where that
+        cannot.
 
     Raises:
         TypeError: dtypes; ValueError: shapes or options; NotImplementedError: the named implementation cannot run this.
@@ -89,6 +98,7 @@ def indexer(
         starts,
         ends,
         topk=topk,
+        q_scale=q_scale,
         page_table=page_table,
         requests=requests,
         page=page,
@@ -108,6 +118,7 @@ def prepare(
     ends,
     *,
     topk,
+    q_scale=None,
     page_table=None,
     requests=None,
     page=None,
@@ -124,30 +135,37 @@ def prepare(
     _check_format(_OP, format)
     if order not in ("best", "rising"):
         raise ValueError(f"{_OP}: order must be best or rising, got {order!r}")
-    keys: dict[str, Any] = {"k": (k, "S D" if not paged else "P page D" if format == "plain" else "P bytes")}
+    fp4 = _checks.is_array(q) and _checks.dtype_name(q) == "uint8"
+    if fp4 != (q_scale is not None):
+        raise ValueError(f"{_OP}: q_scale belongs to MXFP4 codes, q in uint8; give both or none")
+    width = "half" if fp4 else "D"
+    keys: dict[str, Any] = {"q_scale": (q_scale, "N H groups")} if fp4 else {}
+    keys["k"] = (k, f"S {width}" if not paged else f"P page {width}" if format == "plain" else "P bytes")
     if paged:
         keys |= {"page_table": (page_table, "B pages"), "requests": (requests, "N")}
     else:
-        keys |= {"k_scale": (k_scale, "S")}
+        keys |= {"k_scale": (k_scale, "S groups" if fp4 else "S")}
     dims = _checks.check_shapes(
         _OP,
-        q=(q, "N H D"),
+        q=(q, f"N H {width}"),
         weights=(weights, "N H"),
         **keys,
         starts=(starts, "N"),
         ends=(ends, "N"),
     )
-    dtype = _checks.check_dtype(_OP, "q", q, _CODES)
+    dtype = _checks.check_dtype(_OP, "q", q, (*_CODES, "uint8"))
+    if fp4:
+        _check_mxfp4(q_scale, dims, format if paged else None)
     if paged:
         _check_cache(k, dtype, format, page, dims)
         _checks.check_dtype(_OP, "page_table", page_table, ("int32",))
         _checks.check_dtype(_OP, "requests", requests, ("int32",))
     else:
         _checks.check_dtype(_OP, "k", k, (dtype,), "q and k need one dtype; cast one of them")
-    wide = (_checks.F64,) if dtype == _checks.F64 else ("float32",)
-    for name, x in (("weights", weights), ("k_scale", k_scale)):
-        if x is not None:
-            _checks.check_dtype(_OP, name, x, wide)
+    wide = ("float32", _checks.F64) if fp4 else (_checks.F64,) if dtype == _checks.F64 else ("float32",)
+    _checks.check_dtype(_OP, "weights", weights, wide)
+    if k_scale is not None:
+        _checks.check_dtype(_OP, "k_scale", k_scale, ("uint8",) if fp4 else wide)
     for name, x in (("starts", starts), ("ends", ends)):
         _checks.check_dtype(_OP, name, x, ("int32",))
     if topk is None:
@@ -158,6 +176,7 @@ def prepare(
     return {
         "q": q,
         "weights": weights,
+        "q_scale": q_scale,
         "k": k,
         "k_scale": k_scale,
         "starts": starts,
@@ -175,6 +194,19 @@ def prepare(
 def _check_format(op: str, format: str) -> None:
     if format not in FORMATS:
         raise ValueError(f"{op}: format must be indexer_fp8, indexer_mxfp4 or plain, got {format!r}")
+
+
+def _check_mxfp4(q_scale, dims: dict[str, int], format: str | None) -> None:
+    """Raise `TypeError` or `ValueError` unless queries are MXFP4, for keys of the same kind; D goes to `dims`."""
+    _checks.check_dtype(_OP, "q_scale", q_scale, ("uint8",))
+    if 2 * dims["half"] != mx.GROUP * dims["groups"]:
+        raise ValueError(
+            f"{_OP}: MXFP4 has 16 bytes of codes for every scale, got {dims['half']} bytes and {dims['groups']} scales "
+            "of a head in q and q_scale"
+        )
+    if format not in (None, "indexer_mxfp4"):
+        raise ValueError(f"{_OP}: MXFP4 queries need a cache of format indexer_mxfp4, got {format}")
+    dims["D"] = 2 * dims["half"]
 
 
 def _check_cache(k, dtype: str, format: str, page, dims: dict[str, int]) -> None:
@@ -197,8 +229,14 @@ def _check_page(op: str, cache, page: int) -> None:
         raise ValueError(f"{op}: page must be that of the plain cache, {cache.shape[1]}, got {page}")
 
 
-def _reference(q, weights, k, k_scale, starts, ends, *, topk, page_table, requests, page, format, order, return_logits):
-    """All logits, then the best by a sort."""
+def _reference(
+    q, weights, k, k_scale, starts, ends, *, topk, q_scale, page_table, requests, page, format, order, return_logits
+):
+    """All logits, then the best by a sort; MXFP4 as the numbers that it stands for."""
+    if q_scale is not None:
+        q = mx.dequantize(q, q_scale).astype(weights.dtype)
+        if page is None:
+            k, k_scale = mx.dequantize(k, k_scale).astype(weights.dtype), jnp.ones(k.shape[0], weights.dtype)
     S = k.shape[0] if page is None else page_table.shape[1] * page
     entry = jnp.arange(S, dtype=jnp.int32)
     visible = (entry >= starts[:, None]) & (entry < ends[:, None])
@@ -289,6 +327,11 @@ def _why_not(*, q, k, page, page_table, topk, **args) -> str | None:
     return reason
 
 
+def _proven(*, q, **_) -> bool:
+    """MXFP4 has not run on a GPU."""
+    return q.dtype != jnp.uint8
+
+
 def _outputs(*, topk, return_logits, **_):
     return (("indices",) if topk else ()) + (("logits",) if return_logits else ())
 
@@ -307,6 +350,7 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
+            proven=_proven,
         )
     },
     cases=cases.CASES,

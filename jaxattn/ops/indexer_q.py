@@ -212,6 +212,7 @@ MECHANISM = Mechanism(
     ),
     cost=_cost,
     captures=("dsv4/indexer_q_*",),
+    module="jaxattn.nn.deepseek_v32:DeepseekV32Attention",
     support=tuple(
         (f"{dtype}, {format}", _struct(dtype, format=format)) for dtype in ("bfloat16", "float32") for format in FORMATS
     ),

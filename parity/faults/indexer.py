@@ -7,6 +7,9 @@ from parity.twins.indexer import Switches, run
 _WHAT = {
     "negative-scores": ("negative scores count", Switches(no_relu=True)),
     "keys-unscaled": ("keys are not scaled", Switches(no_scale=True)),
+    "mxfp4-one-scale": ("MXFP4: a key has one scale", Switches(one_scale=True)),
+    "mxfp4-nibbles-swapped": ("MXFP4: the two numbers of a byte change places in keys", Switches(swapped=True)),
+    "mxfp4-queries-unscaled": ("MXFP4: queries are not scaled", Switches(queries_unscaled=True)),
     "one-entry-too-many": ("a token sees the entry behind its last", Switches(last_too_many=1)),
     "worst-entries": ("the worst entries are chosen", Switches(smallest=True)),
 }
@@ -25,7 +28,12 @@ def _ends_early(args: Args) -> bool:
     return _dense(args) and bool((args["ends"] < len(args["k"])).any())
 
 
-_WHERE = {"worst-entries": _chooses, "one-entry-too-many": _ends_early}
+def _mxfp4(args: Args) -> bool:
+    return _dense(args) and args.get("q_scale") is not None
+
+
+_WHERE = {name: _mxfp4 for name in _WHAT if name.startswith("mxfp4")}
+_WHERE |= {"worst-entries": _chooses, "one-entry-too-many": _ends_early}
 
 FAULTS = Faults(
     twin=run,

@@ -21,6 +21,12 @@ class Switches:
     """Negative scores count."""
     no_scale: bool = False
     """Keys are not scaled."""
+    one_scale: bool = False
+    """MXFP4: the scale of the first 32 numbers of a key serves all of them."""
+    swapped: bool = False
+    """MXFP4: the even number of a byte lies in its high bits, in keys alone."""
+    queries_unscaled: bool = False
+    """MXFP4: queries are not scaled."""
     last_too_many: int = 0
     """Entries added behind the last."""
     smallest: bool = False
@@ -30,11 +36,30 @@ class Switches:
 NONE = Switches()
 
 
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(codes: np.ndarray, scales: np.ndarray, swapped: bool = False) -> np.ndarray:
+    """float64 numbers [..., D] of bytes [..., D / 2] and [..., D / 32]; 255 is NaN."""
+    halves = [codes & 15, codes >> 4]
+    nibbles = np.stack(halves[::-1] if swapped else halves, -1).reshape(*codes.shape[:-1], -1)
+    values = np.where(nibbles & 8, -1, 1) * _E2M1[nibbles & 7]
+    power = np.where(scales == 255, np.nan, np.exp2(scales.astype(np.float64) - 127))
+    return values * np.repeat(power, 32, -1)
+
+
 def run(args: Args, wide: bool, on: Switches = NONE) -> Arrays:
     """`indices` and `logits` from the op's arguments as numpy arrays."""
     work = np.float64 if wide else np.float32
-    q, k, w = (args[name].astype(work) for name in ("q", "k", "weights"))
-    scale, starts, S = args["k_scale"].astype(work), args["starts"], len(k)
+    w, starts, S = args["weights"].astype(work), args["starts"], len(args["k"])
+    if args.get("q_scale") is not None:
+        q_scale, k_scale = args["q_scale"], args["k_scale"]
+        k_scale = k_scale[:, :1].repeat(k_scale.shape[1], 1) if on.one_scale else k_scale
+        k_scale = np.where(k_scale < 255, 127, 255) if on.no_scale else k_scale
+        q = mxfp4(args["q"], np.full_like(q_scale, 127) if on.queries_unscaled else q_scale).astype(work)
+        k, scale = mxfp4(args["k"], k_scale, on.swapped).astype(work), np.ones(S, work)
+    else:
+        q, k, scale = (args[name].astype(work) for name in ("q", "k", "k_scale"))
     ends = np.minimum(args["ends"] + on.last_too_many, S)
     entry = np.arange(S)
     visible = (entry >= starts[:, None]) & (entry < ends[:, None])

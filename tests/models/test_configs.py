@@ -76,13 +76,18 @@ def test_gpt_oss_windows_alternate_by_default():
     assert GptOssConfig.from_hf(stored("gpt_oss")).moe.format == "mxfp4"
 
 
+V32 = {"model_type": "deepseek_v32", "index_n_heads": 3, "index_head_dim": 16, "index_topk": 2048}
 V3, V2, OSS = "deepseek_v3", "deepseek_v2", "gpt_oss"
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (V3, {"model_type": "llama"}, "model_type must be 'deepseek_v3' or 'deepseek_v2', got 'llama'"),
+        (
+            V3,
+            {"model_type": "llama"},
+            "model_type must be 'deepseek_v3' or 'deepseek_v32' or 'deepseek_v2', got 'llama'",
+        ),
         (V3, {"kv_lora_rank": None}, "the configuration must have 'kv_lora_rank'; it has none"),
         (V3, {"hidden_size": 64.5}, "'hidden_size' must be a positive integer, got 64.5"),
         (V3, {"rms_norm_eps": "small"}, "'rms_norm_eps' must be a number, got 'small'"),
@@ -113,6 +118,9 @@ V3, V2, OSS = "deepseek_v3", "deepseek_v2", "gpt_oss"
             {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp"]}},
             "modules_to_not_convert may name lm_head, gate, embed_tokens, got model.layers.0.mlp",
         ),
+        (V3, {"model_type": "deepseek_v32"}, "the configuration must have 'index_n_heads'; it has none"),
+        (V3, V32 | {"index_topk": 0}, "'index_topk' must be a positive integer, got 0"),
+        (V3, V32 | {"q_lora_rank": None}, "the configuration must have 'q_lora_rank'; it has none"),
         (OSS, {"model_type": "deepseek_v3"}, "model_type must be 'gpt_oss', got 'deepseek_v3'"),
         (OSS, {"swiglu_alpha": 1.5}, "'swiglu_alpha' must be 1.702, got 1.5"),
         (OSS, {"layer_types": ["full_attention"]}, "'layer_types' must name sliding_attention or full_attention for 3"),
@@ -132,7 +140,8 @@ def write(folder, config):
 
 def test_loading_names_the_file(tmp_path):
     write(tmp_path, stored(V3) | {"model_type": "llama"})
-    message = "config.json: model_type must be deepseek_v2 or deepseek_v3 or deepseek_v4 or gpt_oss, got 'llama'"
+    known = "deepseek_v2 or deepseek_v3 or deepseek_v32 or deepseek_v4 or gpt_oss"
+    message = f"config.json: model_type must be {known}, got 'llama'"
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(stored(V3) | {"hidden_act": "gelu"}))

@@ -55,6 +55,13 @@ V3 = {
     "max_position_embeddings": 163840,
     "quantization_config": FP8,
 }
+V32 = V3 | {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "quantization_config": FP8 | {"scale_fmt": "ue8m0"},
+}
 V4 = {
     "model_type": "deepseek_v4",
     "vocab_size": 129280,
@@ -130,6 +137,7 @@ def v4(config):
 
 MODELS: dict[str, Callable[[], nnx.Module]] = {
     "deepseek-v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config.from_hf(V3), rngs=nnx.Rngs(0)),
+    "deepseek-v3.2": lambda: DeepseekV3ForCausalLM(DeepseekV3Config.from_hf(V32), rngs=nnx.Rngs(0)),
     "deepseek-v4-flash": lambda: DeepseekV4ForCausalLM(v4(V4), rngs=nnx.Rngs(0)),
     "deepseek-v4-pro": lambda: DeepseekV4ForCausalLM(v4(V4_PRO), rngs=nnx.Rngs(0)),
     "gpt-oss-20b": lambda: GptOssForCausalLM(GptOssConfig.from_hf(OSS), rngs=nnx.Rngs(0)),
@@ -147,6 +155,11 @@ TAKEN = {
     "deepseek-v3": {
         "mosaic": "experts gated_activation latent_cache_write mla q_kv_rms_norm quantize_fp8 rms_norm_quant rope "
         "router scaled_matmul",
+        "no kernel": "routed_scaling",
+    },
+    "deepseek-v3.2": {
+        "mosaic": "experts gated_activation indexer indexer_q latent_cache_write q_kv_rms_norm quantize_fp8 "
+        "rms_norm_quant rope router scaled_matmul sparse_mla",
         "no kernel": "routed_scaling",
     },
     "deepseek-v4-flash": _V4,
@@ -245,6 +258,8 @@ def trace(make, run, args):
         pytest.param("deepseek-v3", PREFILL, id="v3-prefill"),
         pytest.param("deepseek-v4-flash", DECODE, id="v4-flash-decode"),
         pytest.param("deepseek-v4-flash", PREFILL, id="v4-flash-prefill"),
+        pytest.param("deepseek-v3.2", DECODE, id="v3.2-decode"),
+        pytest.param("deepseek-v3.2", PREFILL, id="v3.2-prefill"),
         pytest.param("deepseek-v4-pro", DECODE_ONE, id="v4-pro-decode-one"),
         pytest.param("gpt-oss-20b", DECODE_ONE, id="gpt-oss-decode-one"),
         pytest.param("gpt-oss-20b", DECODE, id="gpt-oss-decode"),

@@ -11,7 +11,7 @@ import pytest
 from jaxattn import _latent_cache, indexer, indexer_keys
 from jaxattn.ops._indexer_cases import make_inputs, make_paged_inputs
 from jaxattn.ops.indexer import FORMATS, MECHANISM
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _mxfp4_scores
 from pallas_kernels import indexer as mosaic
 from parity import tolerances
 from parity.twins import indexer as twin
@@ -185,7 +185,7 @@ def test_configs_hold_the_default():
 
 
 REFUSED = {
-    "dtype": ({"dtype": "bfloat16"}, "q and k must be float8_e4m3fn, got bfloat16"),
+    "dtype": ({"dtype": "bfloat16"}, "q and k must be float8_e4m3fn or uint8 (MXFP4), got bfloat16"),
     "width": ({"D": 64}, "keys must be 128 wide, got D=64"),
     "heads": ({"H": 8}, "the heads must be 16, 32, 64 or 128, got H=8"),
 }
@@ -259,16 +259,106 @@ def test_what_the_kernel_refuses_of_pages(changes, message, rng):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"format": "indexer_mxfp4"}, "a paged cache must be of format indexer_fp8, got indexer_mxfp4"),
+        (
+            {"format": "indexer_mxfp4"},
+            "q must be MXFP4 codes (uint8) as a cache of format indexer_mxfp4 is, got float8_e4m3fn",
+        ),
+        (
+            {"format": "plain", "k": (9, 64, 128)},
+            "a paged cache must be of format indexer_fp8 or indexer_mxfp4, got plain",
+        ),
         ({"topk": 5000, "page_table": (2, 9000)}, "topk must be at most 4096 of more than 524288 entries, got 5000"),
     ],
-    ids=("format", "topk"),
+    ids=("format", "plain", "topk"),
 )
 def test_what_a_kernel_of_both_refuses(shapes, message):
     args = dict(MECHANISM.support)["float8_e4m3fn, paged, top 512"] | shapes
     if "page_table" in shapes:
         args["page_table"] = jax.ShapeDtypeStruct(shapes["page_table"], jnp.int32)
+    if "k" in shapes:
+        args["k"] = jax.ShapeDtypeStruct(shapes["k"], args["q"].dtype)
     assert MECHANISM.kernels["mosaic"].why_not(**MECHANISM.prepare(**args)) == message
+
+
+MXFP4_WRONG = {
+    "alone": ({"q_scale": None}, "q_scale belongs to MXFP4 codes, q in uint8; give both or none"),
+    "floats": (
+        {"q": jnp.ones((3, 16, 128)), "weights": jnp.ones((3, 16))},
+        "q_scale belongs to MXFP4 codes, q in uint8; give both or none",
+    ),
+    "scales": (
+        {"q_scale": jnp.zeros((3, 16, 2), jnp.uint8)},
+        "MXFP4 has 16 bytes of codes for every scale, got 64 bytes and 2 scales of a head in q and q_scale",
+    ),
+    "cache": ({"format": "indexer_fp8"}, "MXFP4 queries need a cache of format indexer_mxfp4, got indexer_fp8"),
+    "width": (
+        {"q": jnp.zeros((3, 16, 32), jnp.uint8), "q_scale": jnp.zeros((3, 16, 2), jnp.uint8)},
+        "a paged cache holds keys of 128 numbers, got D=64 from q",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MXFP4_WRONG.values(), ids=MXFP4_WRONG)
+def test_wrong_mxfp4_calls(changes, message, rng):
+    args = make_paged_inputs(rng, (3, 5), 16, page=4, topk=2, format="indexer_mxfp4")
+    with pytest.raises(ValueError, match=f"^indexer: {re.escape(message)}$"):
+        indexer(**args | changes)
+    with pytest.raises(TypeError, match=r"^indexer: q_scale must have dtype uint8, got float32$"):
+        indexer(**args | {"q_scale": args["q_scale"].astype(jnp.float32)})
+
+
+def test_mxfp4_by_hand():
+    """Two groups under scales of their own; the even number of a byte lies in its low four bits."""
+    pack = lambda *x: jnp.asarray(x, jnp.uint8)  # noqa: E731
+    q, q_scale = pack(0x42, *[0] * 15, 0x09, *[0] * 15), pack(127, 129)  # 1, 2 | 4 * -0.5
+    k = jnp.stack([pack(0x17, *[0] * 15, 0x06, *[0] * 15), pack(0xF0, *[0] * 31)])  # 6, .5 | 4 and 0, -6
+    k_scale = jnp.stack([pack(126, 124), pack(130, 127)])
+    args = (q[None, None], jnp.array([[3.0]]), k, k_scale, jnp.array([0]), jnp.array([2]))
+    best, logits = indexer(*args, topk=2, q_scale=q_scale[None, None], return_logits=True)
+    np.testing.assert_array_equal(logits, [[3 * (3 + 2 * 0.25 - 2 * 4 * 0.125), 0]])
+    assert best.tolist() == [[0, 1]]
+
+
+def test_mxfp4_codes_become_exact_numbers():
+    """Every code, under scales up to the ends of float32's normal numbers, in the kernel's order."""
+    codes = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    scales = np.array([[4, 2, 127, 252], [255, 64, 190, 252], [3, 100, 126, 128], [129, 200, 2, 251]], np.uint8)
+    values = np.asarray(twin.mxfp4(codes, scales), np.float64)
+    np.testing.assert_array_equal(_mxfp4_scores.numbers(jnp.asarray(codes), jnp.asarray(scales)), values)
+    q = np.asarray(_mxfp4_scores.queries(jnp.asarray(codes), jnp.asarray(scales)), np.float64)
+    for c, j, i, e in np.ndindex(4, 4, 4, 2):
+        half, at = divmod(8 * (4 * j + i) + 2 * c + e, 64)
+        np.testing.assert_array_equal(q[half, :, at], values[:, 32 * c + 8 * j + i + 4 * e])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_nan_scale_of_mxfp4_stays_nan(paged, rng):
+    """Groups of such keys hold NaN, visible or not."""
+    if paged:
+        args = make_paged_inputs(rng, (70, 3), 16, whole=True, format="indexer_mxfp4", topk=6, return_logits=True)
+        first = int(args["page_table"][0, 0])
+        args["k"] = args["k"].at[first, 64 * 64 + 4 * 5 + 2].set(255)
+        rows = args["requests"] == 0
+    else:
+        args = make_inputs(rng, 3, 16, 70, dtype="mxfp4", causal=True, whole=True, topk=6, return_logits=True)
+        args["k_scale"] = args["k_scale"].at[5, 2].set(255)
+        rows = args["ends"] > 5
+    with _mosaic.interpret():
+        best, logits = indexer(**args, implementation="mosaic", config=mosaic.Config(consumers=2, stages=2))
+    want, same = indexer(**args, implementation="reference")
+    np.testing.assert_array_equal(best, want)
+    np.testing.assert_array_equal(logits, same)
+    assert (np.isnan(np.asarray(logits)[:, 5]) == np.asarray(rows)).all()
+    assert not (np.asarray(best) == 5).any()
+
+
+def test_mxfp4_runs_only_where_it_is_named():
+    """No GPU has run it."""
+    for label, shapes in MECHANISM.support:
+        kernel, args = MECHANISM.kernels["mosaic"], MECHANISM.prepare(**shapes)
+        if kernel.why_not(**args) is None:
+            assert callable(kernel.proven)
+            assert kernel.proven(**args) == (not label.startswith("MXFP4"))
 
 
 def test_wrong_formats():

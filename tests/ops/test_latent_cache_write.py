@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxattn import _latent_cache, latent_cache_gather, latent_cache_write
+from jaxattn import _latent_cache, indexer_keys, latent_cache_gather, latent_cache_write
 from jaxattn.ops.latent_cache_write import make_inputs
 from jaxattn.quant import primitives as p
 from pallas_kernels import _mosaic
@@ -108,9 +108,26 @@ def test_bc17_offsets_beyond_31_bits_stay_right():
 
 
 WRONG = {
-    "format": ({"format": "fp4"}, "format must be one of plain, fp8, fp8_ds_mla, v4, got 'fp4'"),
-    "page": ({"format": "v4"}, "page belongs to format v4, and only there, got format v4 and page none"),
-    "page-plain": ({"page": 64}, "page belongs to format v4, and only there, got format plain and page 64"),
+    "format": (
+        {"format": "fp4"},
+        "format must be one of plain, fp8, fp8_ds_mla, v4, indexer_fp8, indexer_mxfp4, got 'fp4'",
+    ),
+    "page": (
+        {"format": "v4"},
+        "page belongs to format v4 or indexer_fp8 or indexer_mxfp4, got format v4 and page none",
+    ),
+    "page-plain": (
+        {"page": 64},
+        "page belongs to format v4 or indexer_fp8 or indexer_mxfp4, got format plain and page 64",
+    ),
+    "key-width": (
+        {"format": "indexer_fp8", "page": 2, "cache": jnp.ones((2, 264), jnp.uint8)},
+        "format indexer_fp8 stores R + Dr = 128 numbers, got 512 + 64",
+    ),
+    "key-bytes": (
+        {"format": "indexer_mxfp4", "page": 4, "cache": jnp.ones((2, 264), jnp.uint8), "latent": jnp.ones((2, 64))},
+        "a page of 4 indexer_mxfp4 rows needs at least 272 bytes, got a cache of pages of 264",
+    ),
     "scale": ({"scale": 0.5}, "a scale belongs to format fp8, got format plain; leave it out"),
     "row": ({"cache": jnp.ones((2, 4, 512))}, "a row of format plain has 576 entries, got a cache [2, 4, 512]"),
     "v4-width": (
@@ -129,6 +146,36 @@ def test_wrong_calls(changes, message):
     args = {"latent": jnp.ones((2, 512)), "rotary": jnp.ones((2, 64)), "cache": jnp.ones((2, 4, 576))}
     with pytest.raises(ValueError, match=f"^latent_cache_write: {re.escape(message)}$"):
         latent_cache_write(**args | {"slots": jnp.arange(2)} | changes)
+
+
+@pytest.mark.parametrize("format", ["indexer_fp8", "indexer_mxfp4"])
+def test_keys_of_the_indexer_come_back_and_slots_are_skipped(format, rng):
+    x = jnp.asarray(rng.standard_normal((4, 128)), jnp.bfloat16)
+    old = jnp.asarray(rng.integers(0, 100, (3, 2 * 132)), jnp.uint8)
+    new = latent_cache_write(x[:, :64], x[:, 64:], old, jnp.array([5, -1, 2, 6]), format=format, page=2)
+    keys, scales = indexer_keys(new, jnp.array([[2, 1]]), format=format, page=2)
+    back = np.asarray(keys[0], np.float32) * np.asarray(scales)[0, :, None]
+    # half a step: of a number, and of the smallest codes under a scale of amax / 224 or amax / 3 at most
+    relative, absolute = (1 / 16, 2.0**-10 / 224) if format == "indexer_fp8" else (1 / 5, 1 / 12)
+    for row, token in ((1, 0), (2, 2)):
+        want = np.asarray(x[token], np.float32)
+        bound = np.maximum(np.abs(want) * relative, np.abs(want).max() * absolute)
+        assert (np.abs(back[row] - want) <= bound).all()
+    np.testing.assert_array_equal(new[0], old[0])
+    row = 128 if format == "indexer_fp8" else 64
+    np.testing.assert_array_equal(new[2, :row], old[2, :row])
+
+
+def test_a_key_in_fp8_by_hand():
+    key = jnp.zeros((1, 128)).at[0, 0].set(450.0).at[0, 127].set(-2.0)
+    page = np.asarray(
+        latent_cache_write(
+            key[:, :100], key[:, 100:], jnp.zeros((1, 264), jnp.uint8), jnp.array([1]), format="indexer_fp8", page=2
+        )
+    )[0]
+    e4m3 = ml_dtypes.float8_e4m3fn
+    assert page[128:256].view(e4m3)[[0, 127]].tolist() == [np.array(225, e4m3), -1]  # the scale is 2
+    assert page[256:].view(np.float32).tolist() == [0, 2]
 
 
 def test_wrong_types():

@@ -6,6 +6,8 @@ from scripts._bench.peers import Call, Peer, Unsupported, _torch
 
 
 def _only_logits(args: dict[str, Any]) -> None:
+    if args.get("q_scale") is not None:
+        raise Unsupported("vLLM's MXFP4 indexer needs a Blackwell GPU")
     if args["topk"] is not None:
         raise Unsupported("vLLM's choice has no order to compare; logits are timed alone, in cases without topk")
 
