@@ -114,3 +114,13 @@ def test_programs_of_few_passes_are_never_served_to_a_test_that_wants_all(monkey
         jax.config.update("jax_disable_most_optimizations", before)
         monkeypatch.undo()
         jax.clear_caches()
+
+
+def test_the_installed_xdist_can_name_a_group_in_the_id_of_a_test(request):
+    """It writes `id@group` where pytest 9.2 does not look: then every process gets something of every group."""
+    remote = pytest.importorskip("xdist.remote")
+    item = pytest.Function.from_parent(request.node.parent, name="test_x", callobj=lambda: None)
+    item.add_marker(pytest.mark.xdist_group("some"))
+    config = SimpleNamespace(getvalue=lambda name: name == "loadgroup")
+    remote.WorkerInteractor.pytest_collection_modifyitems(None, config, [item])
+    assert item.nodeid.endswith("::test_x@some")
