@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxattn.registry import MECHANISMS
-from parity import captures, cases, sharing, triangle
+from parity import captures, cases, few, sharing, triangle
 
 os.environ.setdefault(
     "NPROC", "16"
@@ -42,7 +42,8 @@ def pytest_generate_tests(metafunc):
     if "edge" not in metafunc.fixturenames:
         return
     try:
-        pairs = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
+        found = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
+        pairs = sorted(found, key=lambda p: few.size(p[1]))  # of each mechanism the smallest first: `thin` keeps it
         problem = "no capture belongs to any mechanism: nothing was compared"
     except captures.CaptureError as e:
         pairs, problem = [], str(e)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from parity import sharing
+from parity.triangle import COMPARISONS
 
 
 def item(stem, title, **params):
@@ -42,6 +43,18 @@ def test_the_first_of_each_group_stays_and_about_one_in_n(monkeypatch):
     assert 60 < len(kept) < 140
     monkeypatch.setenv("TEST_SHARE", "1000000")
     assert thin(items) == [items[0], items[300]]
+
+
+def test_the_comparisons_of_a_capture_stay_or_go_together(monkeypatch):
+    edges = [("mla", f"case{i}", output, vs) for i in range(200) for output in ("o", "lse") for vs in COMPARISONS]
+    items = [item("test_parity", f"test_triangle[{':'.join(edge[1:])}]", edge=edge) for edge in edges]
+    for share, least, most in (("6", 20, 50), ("1000000", 1, 1)):
+        monkeypatch.setenv("TEST_SHARE", share)
+        kept = [i.callspec.params["edge"] for i in thin(items)]
+        cases = {edge[1] for edge in kept}
+        assert "case0" in cases
+        assert kept == [edge for edge in edges if edge[1] in cases]
+        assert least <= len(cases) <= most
 
 
 def test_what_is_not_parametrized_stays(monkeypatch):
