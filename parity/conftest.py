@@ -43,12 +43,15 @@ def pytest_generate_tests(metafunc):
         return
     try:
         found = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
-        pairs = sorted(found, key=lambda p: few.size(p[1]))  # of each mechanism the smallest first: `thin` keeps it
         problem = "no capture belongs to any mechanism: nothing was compared"
     except captures.CaptureError as e:
-        pairs, problem = [], str(e)
+        found, problem = [], str(e)
+    pairs = sorted(found, key=lambda p: few.size(p[1]))
+    kept = few.first(pairs) if sharing.asked() > 1 else set()
     edges = {
-        triangle.label(c, output, comparison): (m.name, c.name, output, comparison)
+        triangle.label(c, output, comparison): pytest.param(
+            (m.name, c.name, output, comparison), marks=pytest.mark.smoke if (m.name, c.name) in kept else ()
+        )
         for m, c in pairs
         for output in cases.find(m.name).expected(c)
         for comparison in triangle.COMPARISONS

@@ -18,16 +18,23 @@ def size(capture: "Capture") -> int:
     return sum(x.nbytes for x in capture.inputs.values())
 
 
-def kernels(pairs: Sequence[tuple[Mechanism, "Capture"]]) -> list[str | None]:
-    """The interpreted kernel that supports each pair, None where there is none."""
-    found: list[str | None] = []
+def kernel(mechanism: Mechanism, capture: "Capture") -> str | None:
+    """The kernel that is interpreted on a capture; None where none supports it."""
+    try:
+        with _mosaic.interpret():
+            return execution.supported(mechanism, cases.find(mechanism.name).arguments(capture))[0]
+    except Exception:  # the comparison meets it again and reports it
+        return None
+
+
+def first(pairs: Sequence[tuple[Mechanism, "Capture"]]) -> set[tuple[str, str]]:
+    """(mechanism, capture) of the first pair that each kernel supports."""
+    missing = {mechanism.name: set(mechanism.kernels) for mechanism, _ in pairs}
+    found = set()
     for mechanism, capture in pairs:
-        try:
-            with _mosaic.interpret():
-                kernel, _ = execution.supported(mechanism, cases.find(mechanism.name).arguments(capture))
-        except Exception:  # the comparison meets it again and reports it
-            kernel = None
-        found.append(kernel)
+        if missing[mechanism.name] and (name := kernel(mechanism, capture)) in missing[mechanism.name]:
+            missing[mechanism.name].remove(name)
+            found.add((mechanism.name, capture.name))
     return found
 
 
@@ -41,8 +48,8 @@ def left_out(pairs: Sequence[tuple[Mechanism, "Capture"]]) -> list[str]:
     """
     seen: set[tuple[str, str | None]] = set()
     reasons = []
-    for (mechanism, _), kernel in zip(pairs, kernels(pairs), strict=True):
-        key = mechanism.name, kernel
-        reasons.append(REASON if kernel is not None and key in seen else "")
+    for mechanism, capture in pairs:
+        key = mechanism.name, kernel(mechanism, capture)
+        reasons.append(REASON if key[1] is not None and key in seen else "")
         seen.add(key)
     return reasons

@@ -3,7 +3,7 @@
 For machines with little time, `TEST_SHARE=N` keeps about one in N of the parametrized cases. The first case of
 every function and mechanism always stays, the others are drawn by the hash of their names, so that every machine runs
 the same ones. The comparisons of one capture, which are computed together, stay or go together. Tests that are not
-parametrized are not touched.
+parametrized, or are marked `smoke` where they are written, are not touched.
 """
 
 import contextlib
@@ -42,6 +42,7 @@ def thin(config: Any, items: list[Any]) -> None:
         edge = next(filter(_is_edge, (params or {}).values()), None)
         case = item.name if edge is None else edge[1]
         chosen = first.setdefault(group, case) == case or zlib.crc32(case.encode()) % share == 0
+        chosen = chosen or item.get_closest_marker("smoke") is not None
         (kept if chosen else left).append(item)
     if left:
         items[:] = kept

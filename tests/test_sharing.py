@@ -11,8 +11,9 @@ from parity import sharing
 from parity.triangle import COMPARISONS
 
 
-def item(stem, title, **params):
+def item(stem, title, *marks, **params):
     return SimpleNamespace(
+        get_closest_marker=lambda name: name if name in marks else None,
         path=Path(f"tests/{stem}.py"),
         originalname=title.partition("[")[0],
         name=title,
@@ -55,6 +56,14 @@ def test_the_comparisons_of_a_capture_stay_or_go_together(monkeypatch):
         assert "case0" in cases
         assert kept == [edge for edge in edges if edge[1] in cases]
         assert least <= len(cases) <= most
+
+
+def test_smoke_tests_stay(monkeypatch):
+    monkeypatch.setenv("TEST_SHARE", "1000000")
+    items = [
+        item("test_compile", f"test_c[a/b/case/{i}]", *["smoke"] * (i == 7), name=f"a/b/case/{i}") for i in range(9)
+    ]
+    assert thin(items) == [items[0], items[7]]
 
 
 def test_what_is_not_parametrized_stays(monkeypatch):
