@@ -132,16 +132,16 @@ def contract(mechanism: Mechanism, share: int = 1) -> list[Mutant]:
         fault.name: Mutant(mechanism=mechanism.name, fault=fault.name, what=fault.what, planted="contract")
         for fault in faults
     }
-    planted: set[str] = set()
+    new = list(faults)  # no case has shown them yet
     for case in mechanism.cases:
-        if not _sharp(mechanism, case):
+        drawn = zlib.crc32(case.name.encode()) % share == 0
+        if not (drawn or new) or not _sharp(mechanism, case):  # it takes long to make a case
             continue
         args = on_host(_made(mechanism.name, case.name))
-        drawn = zlib.crc32(case.name.encode()) % share == 0
-        if not (drawn or any(fault.applies(args) for fault in faults if fault.name not in planted)):
+        if not (drawn or any(fault.applies(args) for fault in new)):
             continue
         applicable = [fault for fault in faults if fault.applies(args)]
-        planted.update(fault.name for fault in applicable)
+        new = [fault for fault in new if fault not in applicable]
         truth, same = own(mechanism.name, case.name)
         for fault in applicable:
             wrong = fault.run(args, False)
