@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxattn.registry import MECHANISMS
-from parity import captures, cases, sharing, triangle
+from parity import captures, cases, few, sharing, triangle
 
 os.environ.setdefault(
     "NPROC", "16"
@@ -42,12 +42,16 @@ def pytest_generate_tests(metafunc):
     if "edge" not in metafunc.fixturenames:
         return
     try:
-        pairs = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
+        found = triangle.pair(MECHANISMS, load(tuple(metafunc.config.getoption("--captures"))))
         problem = "no capture belongs to any mechanism: nothing was compared"
     except captures.CaptureError as e:
-        pairs, problem = [], str(e)
+        found, problem = [], str(e)
+    pairs = sorted(found, key=lambda p: few.size(p[1]))
+    kept = few.first(pairs) if sharing.asked() > 1 else set()
     edges = {
-        triangle.label(c, output, comparison): (m.name, c.name, output, comparison)
+        triangle.label(c, output, comparison): pytest.param(
+            (m.name, c.name, output, comparison), marks=pytest.mark.smoke if (m.name, c.name) in kept else ()
+        )
         for m, c in pairs
         for output in cases.find(m.name).expected(c)
         for comparison in triangle.COMPARISONS

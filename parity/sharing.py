@@ -2,7 +2,8 @@
 
 For machines with little time, `TEST_SHARE=N` keeps about one in N of the parametrized cases. The first case of
 every function and mechanism always stays, the others are drawn by the hash of their names, so that every machine runs
-the same ones. Tests that are not parametrized are not touched.
+the same ones. The comparisons of one capture, which are computed together, stay or go together. Tests that are not
+parametrized, or are marked `smoke` where they are written, are not touched.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ import pytest
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-def thin(config: Any, items: list[Any]) -> None:
-    """Deselect what is not in the share that the environment asks for.
+def asked() -> int:
+    """N, of whose cases one is to run; 1 = all.
 
     Raises:
         ValueError: TEST_SHARE is no positive integer.
@@ -29,16 +30,28 @@ def thin(config: Any, items: list[Any]) -> None:
     text = os.environ.get("TEST_SHARE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"TEST_SHARE must be a positive integer (one case in so many is run), got {text!r}")
-    share, seen, kept, left = int(text), set(), [], []
+    return int(text)
+
+
+def thin(config: Any, items: list[Any]) -> None:
+    """Deselect what is not in the share that the environment asks for."""
+    share, first, kept, left = asked(), {}, [], []
     for item in items:
-        many = hasattr(item, "callspec")
-        group = (item.path, item.originalname, *_about(item.callspec.params)) if many else item.nodeid
-        chosen = group not in seen or zlib.crc32(item.name.encode()) % share == 0
-        seen.add(group)
+        params = item.callspec.params if hasattr(item, "callspec") else None
+        group = item.nodeid if params is None else (item.path, item.originalname, *_about(params))
+        edge = next(filter(_is_edge, (params or {}).values()), None)
+        case = item.name if edge is None else edge[1]
+        chosen = first.setdefault(group, case) == case or zlib.crc32(case.encode()) % share == 0
+        chosen = chosen or item.get_closest_marker("smoke") is not None
         (kept if chosen else left).append(item)
     if left:
         items[:] = kept
         config.hook.pytest_deselected(items=left)
+
+
+def _is_edge(value: Any) -> bool:
+    """True for an edge of the triangle: mechanism, case, output, comparison."""
+    return isinstance(value, tuple) and len(value) == 4
 
 
 def _about(params: dict[str, Any]) -> list[str]:
@@ -47,8 +60,8 @@ def _about(params: dict[str, Any]) -> list[str]:
     for value in params.values():
         if hasattr(value, "reference") or hasattr(value, "why_not"):
             found.append(getattr(value, "name", type(value).__name__))
-        elif isinstance(value, tuple) and len(value) == 4:  # an edge of the triangle
-            found += [value[0], value[3]]
+        elif _is_edge(value):
+            found.append(value[0])
         elif isinstance(value, str) and "/" in value:  # a program of test_compile
             found.append("/".join(value.split("/")[:2]))
     return found

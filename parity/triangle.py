@@ -112,7 +112,7 @@ def run(
         ValueError: unknown backend.
     """
     backend = resolve(backend)
-    pairs = sorted(pair(mechanisms, captures), key=lambda p: sum(x.nbytes for x in p[1].inputs.values()))
+    pairs = sorted(pair(mechanisms, captures), key=lambda p: few.size(p[1]))
     results: list[Result] = []
     left_out = few.left_out(pairs) if backend == "interpret" and not full else [""] * len(pairs)
     with sharing.workers(min(jobs, len(pairs))) as pool:

@@ -60,8 +60,10 @@ find_device() {
 
 works() { recent "$1/bin/python" && "$1/bin/python" -m pip --version >/dev/null 2>&1; }
 
-# Without PYTHONPATH: pip would take what lies there for installed.
-pip_install() { env -u PYTHONPATH "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input "$@"; }
+# Without PYTHONPATH: pip would take what lies there for installed. Python compiles what is imported, a small part.
+pip_install() {
+  env -u PYTHONPATH "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-input --no-compile "$@"
+}
 
 # fill NAME: install into $venv
 fill() {

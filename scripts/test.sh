@@ -67,7 +67,8 @@ fi
 cd "$root" || exit 3
 
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+types_log=$(mktemp)
+trap 'rm -f "$log" "$types_log"' EXIT
 results=() failed_parts=0 passed=0 failed=0 skipped=0
 
 # finish PART CODE TEXT
@@ -89,11 +90,22 @@ count() {
   echo "${n:-0}"
 }
 
+# What one process compiled in a part serves the others in the next.
+pool_programs() {
+  local from to
+  for from in "${JAX_COMPILATION_CACHE_DIR:-/nowhere}"/gw*; do
+    for to in "${from%/*}"/gw*; do
+      [ ! -d "$from" ] || [ "$from" = "$to" ] || cp -rln "$from/." "$to" 2>/dev/null
+    done
+  done
+}
+
 run_pytest() {
   local part=$1 where=$2 args=() code summary
   shift 2
   args=("$@" ${pytest_args[@]+"${pytest_args[@]}"})
   [ -n "$selected" ] || args+=("$where")
+  pool_programs
   printf '\n== pytest %s\n' "${args[*]}"
   "$PYTHON" -m pytest "${args[@]}" 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
@@ -114,6 +126,15 @@ if [ "${jobs:-1}" != 1 ]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE="${XLA_PYTHON_CLIENT_PREALLOCATE:-false}"
 fi
 
+# Pyright, on one processor, while the other one lints.
+types() { "$PYTHON" -m pyright --pythonpath "$PYTHON"; }
+types_job=""
+case " ${parts[*]} " in *" lint types "*)
+  types >"$types_log" 2>&1 &
+  types_job=$!
+  ;;
+esac
+
 for part in "${parts[@]}"; do
   code=0
   case $part in
@@ -127,7 +148,13 @@ for part in "${parts[@]}"; do
       finish lint $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
       ;;
     types)
-      step -m pyright --pythonpath "$PYTHON"
+      printf '\n== pyright\n'
+      if [ -n "$types_job" ]; then
+        wait "$types_job" || code=1
+        cat "$types_log"
+      else
+        types || code=1
+      fi
       finish types $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
       ;;
     tests) run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"} ;;

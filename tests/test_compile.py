@@ -112,8 +112,11 @@ def test_compiles_without_spills(name, compiled):
 
 
 def test_every_kernel_compiles_something():
-    accepted = {tuple(name.split("/")[:2]) for name in PROGRAMS if refusal(name) is None}
-    assert accepted == {(m.name, kernel) for m in registry.MECHANISMS for kernel in m.kernels}
+    programs = {(m.name, kernel): [] for m in registry.MECHANISMS for kernel in m.kernels}
+    for name in PROGRAMS:
+        programs[tuple(name.split("/")[:2])].append(name)
+    refused = [kernel for kernel, names in programs.items() if all(map(refusal, names))]  # stops at the first accepted
+    assert not refused
 
 
 # ---------------------------------------------------------------- the compiler's report itself

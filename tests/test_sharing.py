@@ -8,10 +8,12 @@ import jax
 import pytest
 
 from parity import sharing
+from parity.triangle import COMPARISONS
 
 
-def item(stem, title, **params):
+def item(stem, title, *marks, **params):
     return SimpleNamespace(
+        get_closest_marker=lambda name: name if name in marks else None,
         path=Path(f"tests/{stem}.py"),
         originalname=title.partition("[")[0],
         name=title,
@@ -42,6 +44,26 @@ def test_the_first_of_each_group_stays_and_about_one_in_n(monkeypatch):
     assert 60 < len(kept) < 140
     monkeypatch.setenv("TEST_SHARE", "1000000")
     assert thin(items) == [items[0], items[300]]
+
+
+def test_the_comparisons_of_a_capture_stay_or_go_together(monkeypatch):
+    edges = [("mla", f"case{i}", output, vs) for i in range(200) for output in ("o", "lse") for vs in COMPARISONS]
+    items = [item("test_parity", f"test_triangle[{':'.join(edge[1:])}]", edge=edge) for edge in edges]
+    for share, least, most in (("6", 20, 50), ("1000000", 1, 1)):
+        monkeypatch.setenv("TEST_SHARE", share)
+        kept = [i.callspec.params["edge"] for i in thin(items)]
+        cases = {edge[1] for edge in kept}
+        assert "case0" in cases
+        assert kept == [edge for edge in edges if edge[1] in cases]
+        assert least <= len(cases) <= most
+
+
+def test_smoke_tests_stay(monkeypatch):
+    monkeypatch.setenv("TEST_SHARE", "1000000")
+    items = [
+        item("test_compile", f"test_c[a/b/case/{i}]", *["smoke"] * (i == 7), name=f"a/b/case/{i}") for i in range(9)
+    ]
+    assert thin(items) == [items[0], items[7]]
 
 
 def test_what_is_not_parametrized_stays(monkeypatch):
@@ -114,3 +136,13 @@ def test_programs_of_few_passes_are_never_served_to_a_test_that_wants_all(monkey
         jax.config.update("jax_disable_most_optimizations", before)
         monkeypatch.undo()
         jax.clear_caches()
+
+
+def test_the_installed_xdist_can_name_a_group_in_the_id_of_a_test(request):
+    """It writes `id@group` where pytest 9.2 does not look: then every process gets something of every group."""
+    remote = pytest.importorskip("xdist.remote")
+    item = pytest.Function.from_parent(request.node.parent, name="test_x", callobj=lambda: None)
+    item.add_marker(pytest.mark.xdist_group("some"))
+    config = SimpleNamespace(getvalue=lambda name: name == "loadgroup")
+    remote.WorkerInteractor.pytest_collection_modifyitems(None, config, [item])
+    assert item.nodeid.endswith("::test_x@some")

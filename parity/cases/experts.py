@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +13,7 @@ from parity.twins import experts as twin
 if TYPE_CHECKING:
     from parity.captures import Capture
 
+_VALUES_OF = jax.jit(mx.dequantize, static_argnames="dtype")
 _NAMES = {"w1": "w13", "w1_scale": "w13_scale", "topk_weights": "weights", "topk_ids": "ids"}
 _FORMATS = {"bf16": "none", "int8_channel": "int8", "int4_w4a16": "wna16", "mxfp4_w4a16": "mxfp4"}
 
@@ -36,7 +38,7 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
         return outputs
     x = {name: jnp.asarray(a) for name, a in capture.inputs.items()}
     return outputs | {
-        f"{ours}_values": np.asarray(mx.dequantize(x[name], x[f"{name}_scale"], dtype="bfloat16"))
+        f"{ours}_values": np.asarray(_VALUES_OF(x[name], x[f"{name}_scale"], dtype="bfloat16"))
         for name, ours in (("w1", "w13"), ("w2", "w2"))
     }
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,9 @@ from parity.cases import Adapter, Arrays, Output
 
 if TYPE_CHECKING:
     from parity.captures import Capture
+
+_MX = jax.jit(mx.dequantize, static_argnames="dtype")
+_NVFP4 = jax.jit(lambda q: p.from_e2m1(nvfp4.unpack(q)))
 
 
 def arguments(capture: "Capture") -> dict[str, Any]:
@@ -34,11 +38,11 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
     before they are dequantized.
     """
     if _is_nvfp4(capture):
-        values = np.asarray(p.from_e2m1(nvfp4.unpack(jnp.asarray(outputs["q"]))))
+        values = np.asarray(_NVFP4(jnp.asarray(outputs["q"])))
         unsigned = np.where(capture.inputs["x"] == 0, np.abs(values), values)
         return {"q": unsigned, "scale": outputs["scale"].astype(np.float32)}
     codes = outputs["q"].astype(ml_dtypes.float8_e4m3fn)
-    back = mx.dequantize(jnp.asarray(codes), jnp.asarray(outputs["scale"]), dtype="bfloat16")
+    back = _MX(jnp.asarray(codes), jnp.asarray(outputs["scale"]), dtype="bfloat16")
     return outputs | {"dequant": np.asarray(back)}
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,6 +12,9 @@ from parity.twins import weight_only_matmul as twin
 
 if TYPE_CHECKING:
     from parity.captures import Capture
+
+_AWQ, _MARLIN = jax.jit(awq.dequantize), jax.jit(marlin.dequantize)
+_TO_MARLIN = jax.jit(marlin.quantize, static_argnums=1)
 
 
 def arguments(capture: "Capture") -> dict[str, Any]:
@@ -40,11 +44,11 @@ def convention(capture: "Capture", outputs: Arrays) -> Arrays:
     """Our product, and what our formats make of the same weight."""
     x = capture.inputs
     if "marlin_qweight" in x:
-        made = marlin.quantize(jnp.asarray(x["w"]), int(capture.params["group"]))
-        w = marlin.dequantize(jnp.asarray(x["marlin_qweight"]), jnp.asarray(x["marlin_scales"]))
+        made = _TO_MARLIN(jnp.asarray(x["w"]), int(capture.params["group"]))
+        w = _MARLIN(jnp.asarray(x["marlin_qweight"]), jnp.asarray(x["marlin_scales"]))
         own = {"w": w, "qweight": made[0], "scales": made[1]}
     elif "w" in capture.outputs:
-        own = {"w": awq.dequantize(*(jnp.asarray(x[name]) for name in ("qweight", "qzeros", "scales")))}
+        own = {"w": _AWQ(*(jnp.asarray(x[name]) for name in ("qweight", "qzeros", "scales")))}
     else:
         own = {}
     return outputs | {name: np.asarray(a) for name, a in own.items()}

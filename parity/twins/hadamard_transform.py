@@ -11,8 +11,7 @@ type Arrays = dict[str, np.ndarray]
 def matrix(n: int) -> np.ndarray:
     """Sylvester's matrix of +-1: the sign is the parity of the bits that row and column share."""
     both = np.arange(n)[:, None] & np.arange(n)
-    parity = np.array([bin(int(x)).count("1") % 2 for x in both.ravel()]).reshape(n, n)
-    return 1.0 - 2.0 * parity
+    return 1.0 - 2.0 * (np.bitwise_count(both) & 1)
 
 
 def run(args: Args, wide: bool, h: np.ndarray | None = None) -> Arrays:
