@@ -15,6 +15,7 @@ from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, ROW
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _decode_combine as combine
+from pallas_kernels.paged_attention import _decode_once as once
 from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import ROWS
@@ -119,6 +120,8 @@ def _split(x, r: Any) -> None:
     """One split of one tile."""
     chunk, slot, split = (lax.axis_index(name) for name in ("chunk", "slot", "split"))
     slot = slot * x.num_workers + r.worker
+    if x.at_once and x.block_q == 1:
+        once.fetch_q(x, r, slot, chunk)
 
     def begin(b):
         return lax.div(_start_of(x, r, b), i32(x.block_q))
@@ -141,6 +144,9 @@ def _split(x, r: Any) -> None:
         start, end, length = _request(x, r, b)
         i = jnp.where(first, 0, extra + 1 - begin(b))
     t = _tile(x, b, i, chunk, start, end, length)
+    if x.at_once:
+        _once(x, _own(x, r, t), t)
+        return
     r, bounds = _own(x, r, t), _bounds(x, t)
     first, last = bounds[:2]
     if x.num_splits == 1:
@@ -167,6 +173,20 @@ def _split(x, r: Any) -> None:
     def _():
         cut = (t.count > 0) & (parts > 1)
         _note(r, slot, jnp.where(cut, parts, 0), entry, entry + 1, t)
+
+
+def _once(x, r: Any, t: "Tile") -> None:
+    """A tile whose keys are all fetched at once; with one token a tile its q is on its way."""
+
+    @pl.when(t.count > 0)
+    def _():
+        if x.block_q > 1:
+            once.fetch_q(x, r, t.token0, t.chunk)
+        sinks = _sinks(x, r, t)
+        _write(x, r, t, once.attend(x, r, t), sinks)
+
+    if x.block_q == 1:
+        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar.at[r.worker]))
 
 
 def _share(x, r: Any) -> None:

@@ -32,6 +32,7 @@ from pallas_kernels import _mosaic, _partials
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _decode_blocks as blocks
 from pallas_kernels.paged_attention import _decode_combine as combine
+from pallas_kernels.paged_attention import _decode_once as once
 from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, ROWS
@@ -65,6 +66,8 @@ class Config(common.Config):
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
     early_sinks: bool = False
     """Sinks are read before the keys, in two more registers, not behind the last product: for few keys."""
+    at_once: bool = False
+    """All keys that a tile may see are fetched before the first product, see `_decode_once`: for short windows."""
 
     def __post_init__(self):
         if self.block_kv not in BLOCKS:
@@ -103,6 +106,7 @@ class Plan:
     num_shares: int | None
     swapped: bool
     early_sinks: bool
+    at_once: bool
     interpreted: bool
 
     # ------------------------------------------------ the rows of a tile
@@ -301,6 +305,8 @@ def configs(**args) -> Iterator[Config]:
         ways += [{"num_workers": n} for n in (2, 4)]
         if args["sinks"] is not None:
             ways += [{"early_sinks": True}, {"early_sinks": True, "num_workers": 2}]
+    stages = min(once.blocks(x), 8)
+    together = [Config(num_stages=stages, swapped=True, at_once=True, num_workers=n) for n in (1, 2, 4)]
     found = [
         Config(block_kv=block_kv, num_stages=num_stages, swapped=swap, **how)
         for block_kv in BLOCKS
@@ -308,7 +314,7 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
-    for config in dict.fromkeys([*found, default_config(**args)]):
+    for config in dict.fromkeys([*found, *together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
 
@@ -320,6 +326,8 @@ def illegal(x: Plan) -> str | None:
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
+    if x.at_once and (reason := once.illegal(x)):
+        return reason
     if x.per_head and x.block_kv > 64:
         return f"block_kv must be at most 64 for a cache with scale pages, got {x.block_kv}"
     if x.D == 256 and x.block_kv > 64:
@@ -358,7 +366,10 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
 
     codes = _mosaic.swizzled(min(128, x.D), bytes_per_value=1)
     k_ring = ring(codes if x.code_keys else () if x.restage else swizzled)
-    q_tile = plgpu.SMEM((*lead, 2, ROWS, x.D), x.cache_dtype, transforms=codes) if x.code_keys else tile(ROWS, swizzled)
+    q_rows = x.rows if x.swapped and not x.fitted else ROWS
+    q_tile = (
+        plgpu.SMEM((*lead, 2, ROWS, x.D), x.cache_dtype, transforms=codes) if x.code_keys else tile(q_rows, swizzled)
+    )
     scratch = {
         "q_tile": ((q_tile,), *([(tile(ROWS, swizzled, x.dtype),)] if x.fitted else [])),
         "ring": ((k_ring, ring(() if x.restage else swizzled)), (staged(x.out_dtype),)),
