@@ -32,6 +32,7 @@ from pallas_kernels import _mosaic, _partials
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _decode_blocks as blocks
 from pallas_kernels.paged_attention import _decode_combine as combine
+from pallas_kernels.paged_attention import _decode_joined as joined
 from pallas_kernels.paged_attention import _decode_once as once
 from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
@@ -108,6 +109,7 @@ class Plan:
     early_sinks: bool
     at_once: bool
     interpreted: bool
+    joined: Any = None
 
     # ------------------------------------------------ the rows of a tile
     @property
@@ -246,7 +248,7 @@ class Plan:
 
 
 def _plan(config: Config, **args) -> Plan:
-    return Plan(**common.facts(config, **args))
+    return Plan(**common.facts(config, **args), joined=args.get("joined"))
 
 
 def why_not(**args) -> str | None:
@@ -326,7 +328,7 @@ def illegal(x: Plan) -> str | None:
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
-    if x.at_once and (reason := once.illegal(x)):
+    if (x.at_once and (reason := once.illegal(x))) or (reason := joined.illegal(x)):
         return reason
     if x.per_head and x.block_kv > 64:
         return f"block_kv must be at most 64 for a cache with scale pages, got {x.block_kv}"
@@ -374,7 +376,8 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
         "q_tile": ((q_tile,), *([(tile(ROWS, swizzled, x.dtype),)] if x.fitted else [])),
         "ring": ((k_ring, ring(() if x.restage else swizzled)), (staged(x.out_dtype),)),
     }
-    scratch |= {name: ((memory,),) for name, memory in per_head.scratch(x, *lead).items()}
+    more = per_head.scratch(x, *lead) | joined.scratch(x, *lead)
+    scratch |= {name: ((memory,),) for name, memory in more.items()}
     if x.partials:
         scratch["ring"] += ((staged(f32),),)
     if x.restage:
@@ -404,6 +407,9 @@ def _smem(x: Plan) -> int:
 def paged_attention(*, config: Config, return_lse: bool, **args):
     """Run the kernel on prepared arguments of `jaxattn.paged_attention`, all by name.
 
+    With one more, `joined`, requests begin with shared prefixes whose partial results, `prefix_o` and `prefix_lse`,
+    become part of the output; `own` says whose, see `_decode_joined.Joined`.
+
     Returns:
         o [N, H, D] in q's dtype, and with `return_lse` the natural-log lse [N, H] in float32.
 
@@ -419,6 +425,8 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     scales = {name: args[name] for name in ("k_scale", "v_scale") if args[name] is not None}
     inputs |= {name: scale.astype(f32).reshape(1) for name, scale in scales.items()}
     inputs |= per_head.inputs(x, args)
+    if x.joined is not None:
+        inputs |= {name: args[name] for name in ("own", "prefix_o", "prefix_lse")}
     if args["sinks"] is not None:
         inputs["sinks"] = args["sinks"]
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.out_dtype)}
@@ -439,11 +447,12 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     copies = (1 + x.per_head) * max(1, x.block_kv // x.page)
     bars = plgpu.Barrier(num_arrivals=copies, num_barriers=W * x.num_stages)
     q_bar = plgpu.Barrier(num_arrivals=x.block_q, num_barriers=W)
+    more = {} if x.joined is None else {"prefix_bar": plgpu.Barrier(num_arrivals=joined.copies(x), num_barriers=W)}
     scratch = {name: _union(*members) for name, members in _scratch(x).items()}
     out = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=scratch | {"q_bar": q_bar, "k_bar": bars, "v_bar": bars},
+        scratch_types=scratch | more | {"q_bar": q_bar, "k_bar": bars, "v_bar": bars},
         grid=tuple(x.grid.values()),
         grid_names=tuple(x.grid),
         **({"num_threads": W, "thread_name": "worker"} if W > 1 else {}),
