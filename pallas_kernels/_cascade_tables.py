@@ -119,8 +119,8 @@ def own(query_start, group_start, done, *, B: int):
     return _beside(columns)
 
 
-def _joined(*parts):
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+def _joined(first, *others):
+    return jnp.concatenate([first, *others]) if others else first
 
 
 def _beside(columns):
