@@ -176,7 +176,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
     block_kv, num_stages = x.config.block_kv, x.config.num_stages
 
-    row, skipped = (t.request, 0) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
+    row, skipped = (None, None) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
 
     def pages(i):
         """Pages of step i; of the pages outside the visible range the nearest one inside is read again."""
@@ -184,11 +184,14 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             return ()
         inside = lax.div(t.low, i32(x.page)), lax.div(jnp.maximum(t.high - 1, 0), i32(x.page))
         base = lax.div(t.start - jnp.minimum(i, t.blocks - 1) * block_kv, i32(x.page))
-        return tuple(jnp.clip(r.page_table[row, column(base + n, *inside)], 0, x.pool - 1) for n in range(x.copies))
+        return tuple(
+            jnp.clip(r.page_table[t.request if row is None else row, column(base + n, *inside)], 0, x.pool - 1)
+            for n in range(x.copies)
+        )
 
     def column(page, first, last):
         page = jnp.clip(page, first, last)
-        return page if r.segments is None else jnp.minimum(page + skipped, r.page_table.shape[1] - 1)
+        return page if skipped is None else jnp.minimum(page + skipped, r.page_table.shape[1] - 1)
 
     def fetch(source, ring, full, i):
         start = t.start - i * block_kv

@@ -88,10 +88,7 @@ def _request(x, r, b):
     """First row and end of request b, and its length; request B is the padding behind the last one: no keys."""
     request, real = jnp.minimum(b, x.B - 1), b < x.B
     end = jnp.where(real, _start_of(x, r, request + 1), x.N)
-    length = jnp.clip(r.lengths[request], 0, x.pages * x.page)
-    if x.joined is not None:
-        length = jnp.maximum(length - joined.skipped(r, request), 0)
-    return _start_of(x, r, b), end, jnp.where(real, length, 0)
+    return _start_of(x, r, b), end, jnp.where(real, joined.length(x, r, request), 0)
 
 
 def _tile(x, b, i, chunk, start, end, length) -> Tile:
@@ -303,15 +300,16 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
     full_first = jnp.clip(full_first, first, last)
     full_last = jnp.clip(full_last, full_first, last)
     kv_head = lax.div(t.chunk * x.block_g, i32(x.H // x.K))
-    skipped = 0 if x.joined is None else lax.div(joined.skipped(r, t.request), i32(x.page))
     first_page, last_page = lax.div(low, i32(x.page)), lax.div(jnp.maximum(high - 1, 0), i32(x.page))
-    last_page = jnp.minimum(last_page, x.pages - 1 - skipped)
+    skipped = joined.pages(x, r, t.request)
+    if x.joined is not None:
+        first_page, last_page = skipped + first_page, jnp.minimum(skipped + last_page, x.pages - 1)
 
     def page_numbers(j):
         """Pages of block j; of the pages outside the visible range the nearest one inside is read again."""
-        base = lax.div(j * block_kv, i32(x.page))
+        base = lax.div(j * block_kv, i32(x.page)) + skipped
         return [
-            jnp.clip(r.page_table[t.request, skipped + jnp.clip(base + i, first_page, last_page)], 0, x.pool - 1)
+            jnp.clip(r.page_table[t.request, jnp.clip(base + i, first_page, last_page)], 0, x.pool - 1)
             for i in range(max(1, block_kv // x.page))
         ]
 

@@ -76,9 +76,15 @@ def copies(x) -> int:
 
 
 # ---------------------------------------------------------------- device code
-def skipped(r: Any, request: Any) -> Any:
-    """Tokens that a request's prefixes hold."""
-    return r.own[request, 0]
+def length(x, r: Any, request: Any) -> Any:
+    """Keys of a request without those that its prefixes hold."""
+    keys = jnp.clip(r.lengths[request], 0, x.pages * x.page)
+    return keys if x.joined is None else jnp.maximum(keys - r.own[request, 0], 0)
+
+
+def pages(x, r: Any, request: Any) -> Any:
+    """Pages that a request's prefixes hold."""
+    return 0 if x.joined is None else lax.div(r.own[request, 0], i32(x.page))
 
 
 def fetch(x, r: Any, t: Any) -> None:
