@@ -11,10 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
+from pallas_kernels import _cascade_tables as tables_of
 from pallas_kernels import _mosaic, combine_partials, merge_states, paged_attention
+from pallas_kernels._cascade_tables import Table, levels
+from pallas_kernels.paged_attention import decode as paged_decode
 from pallas_kernels.paged_attention import prefill as paged_prefill
+from pallas_kernels.paged_attention._decode_joined import Joined
+
+__all__ = ["Config", "cascade_attention", "configs", "default_config", "levels", "why_not", "with_sink"]
 
 _SPLITS = (1, 2, 4, 8, 16)
 _TILE = 64
@@ -25,9 +30,6 @@ _PROMPT = 128
 """Query rows a request, on average, from which on flat attention is no slower: four tiles, of which at most one has
 rows to spare."""
 _MAX = float(jnp.finfo(jnp.float32).max)
-
-type Table = tuple[jax.Array, jax.Array, jax.Array]
-"""`page_table`, `lengths` and `query_start` of paged attention."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,65 +47,16 @@ class Config:
     flat: Any = None
     """Of paged attention over whole requests, which is then all that runs: where each fills tiles of its own anyhow,
     these read a prefix as often as shared ones would, and there is nothing to merge."""
+    joined: bool = False
+    """The suffixes' kernel takes in the results of prefixes, so that nothing is merged afterwards; tables are one small
+    kernel for each of the two launches. `prefix` is prefill's, `suffix` the decoding kernel's."""
 
     def __post_init__(self):
         if self.splits not in _SPLITS:
             raise ValueError(f"splits must be {_mosaic.either(_SPLITS)}, got {self.splits}")
-
-
-# ---------------------------------------------------------------- where the keys of each level lie
-def levels(page_table, lengths, query_start, group_start, shared, *, page: int) -> tuple[list[Table], Table]:
-    """Tables of each level's prefixes, one request a group, and of the suffixes.
-
-    Args:
-        page_table: int32 [B, pages] of whole requests, as are `lengths` [B] and `query_start` [B+1].
-        lengths: keys of each request.
-        query_start: first row of each request.
-        group_start: int32 [L, G+1]: group g of level l holds requests `group_start[l, g]` to `group_start[l, g+1]`.
-        shared: int32 [L, G]: tokens from a request's start to the end of what its group shares at this level.
-        page: slots of a page.
-
-    Returns:
-        for each level a table of G requests (to attend to without causality), then that of the B suffixes (causal).
-    """
-    tables = page_table, lengths, query_start, group_start, shared
-    page_table, lengths, query_start, group_start, shared = map(jnp.asarray, tables)
-    B = page_table.shape[0]
-    if not B:
-        return [], (page_table, lengths, query_start)
-    request = jnp.arange(B, dtype=jnp.int32)
-    done = jnp.zeros(B, jnp.int32)  # tokens of each request that the levels so far have covered
-    found = []
-    for starts, ends in zip(group_start, shared, strict=True):
-        first = jnp.clip(starts[:-1], 0, B - 1)
-        begin = _at(done, first) if found else jnp.zeros_like(first)
-        end = jnp.maximum(ends // page * page, begin)
-        table = page_table, first, begin // page
-        found.append((_shifted(*table), end - begin, _at(query_start, jnp.clip(starts, 0, B))))
-        member = (request[:, None] >= starts[:-1]) & (request[:, None] < starts[1:])
-        done = jnp.where(_any(member), _any(jnp.where(member, end, 0)), done)
-    return found, (_shifted(page_table, request, done // page), lengths - done, query_start)
-
-
-def _at(x, index):
-    """`x[index]` of indices that lie inside."""
-    return x.at[index].get(mode="promise_in_bounds")
-
-
-def _any(columns):
-    """The last axis, of which at most one entry is not zero, added up; written out where that lets XLA fuse it."""
-    if columns.shape[-1] > 8:
-        return columns.any(-1) if columns.dtype == bool else columns.sum(-1)
-    out = columns[..., 0]
-    for g in range(1, columns.shape[-1]):
-        out = out | columns[..., g]
-    return out
-
-
-def _shifted(table, rows, columns):
-    """Rows `rows` of a table without their first `columns` entries; what is beyond the end repeats the last."""
-    at = jnp.arange(table.shape[1], dtype=jnp.int32) + columns[:, None]
-    return table.at[rows[:, None], jnp.minimum(at, table.shape[1] - 1)].get(mode="promise_in_bounds")
+        kinds = isinstance(self.prefix, paged_prefill.Config), isinstance(self.suffix, paged_decode.Config)
+        if self.joined and not all(kinds):
+            raise ValueError("joined needs a prefix of prefill's kernel and a suffix of the decoding kernel's")
 
 
 def with_sink(lse, sinks):
@@ -202,9 +155,33 @@ def configs(**args) -> Iterable[Config]:
         }
         if quick:
             found.append(dataclasses.replace(found[-1], **quick))
+        found += _joinable(found[-1], args)
         if splits == 1 and "suffix" in quick:
             found.append(dataclasses.replace(found[-1], flat=quick["suffix"]))
     return list(dict.fromkeys([*found, default_config(**args)]))
+
+
+def _joinable(config: Config, args: dict) -> list[Config]:
+    """Variants of a configuration whose suffixes take in the results of prefixes."""
+    _, suffix, _ = _parts(splits=config.splits, **args)
+    if not isinstance(config.prefix, paged_prefill.Config) or paged_decode.why_not(**suffix) is not None:
+        return []
+    stages = paged_decode.default_config(**suffix).num_stages
+    ways = [{}, {"num_stages": 3}, {"swapped": True}, {"swapped": True, "num_stages": 3}]
+    ways.append({"num_shares": paged_decode.default_config(**suffix).num_shares})
+    found = []
+    for way in ways:
+        own = paged_decode.Config(**{"num_stages": stages} | way)
+        x = paged_decode._plan(own, **suffix, joined=_layout(config.prefix, config.splits, args["shared"]))
+        if paged_decode.illegal(x) is None:
+            found.append(dataclasses.replace(config, suffix=own, joined=True))
+    return found
+
+
+def _layout(prefix: Any, splits: int, shared) -> Joined:
+    """How prefill's kernel leaves its results."""
+    L, G = shared.shape
+    return Joined(levels=L, splits=splits, groups=G, block_q=prefix.block_q, block_g=prefix.block_g)
 
 
 def _config(splits: int, args: dict) -> Config:
@@ -247,9 +224,38 @@ def cascade_attention(
 
     if config.flat is not None:
         return attend(config.flat, q, (page_table, lengths, query_start), return_lse, causal=True, sinks=sinks)
+    if config.joined:
+        spans, done = tables_of.spans(lengths, query_start, group_start, shared, page=page)
+        options = {"splits": config.splits, "N": N, "page": page, "block_q": config.prefix.block_q}
+        o, rows = paged_prefill.segments_attention(
+            config=config.prefix,
+            q=q,
+            page_table=page_table,
+            segments=tables_of.segments(query_start, group_start, spans, **options),
+            copies=shared.shape[0] * config.splits,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            scale=scale,
+            softcap=softcap,
+        )
+        return paged_decode.paged_attention(
+            config=config.suffix,
+            q=q,
+            page_table=page_table,
+            lengths=lengths,
+            query_start=query_start,
+            return_lse=return_lse,
+            causal=True,
+            sinks=sinks,
+            joined=_layout(config.prefix, config.splits, shared),
+            own=tables_of.own(query_start, group_start, done, B=page_table.shape[0]),
+            prefix_o=o,
+            prefix_lse=rows,
+            **cache,
+        )
     prefixes, suffix = levels(page_table, lengths, query_start, group_start, shared, page=page)
 
-    table = _stacked(prefixes, config.splits, N, page)
+    table = tables_of.stacked(prefixes, config.splits, N, page)
     pieces = len(prefixes) * config.splits
     if isinstance(config.prefix, paged_prefill.Config):
         o, lse = attend(config.prefix, q, table, causal=False, sinks=None, copies=pieces)
@@ -279,21 +285,3 @@ def cascade_attention(
         last=(own_o, weight),
     )[0]
     return (merged, jax.nn.logsumexp(jnp.concatenate([lse, own_lse[None]]), 0)) if return_lse else merged
-
-
-def _stacked(prefixes: list[Table], splits: int, N: int, page: int) -> Table:
-    """One table for all levels and segments, each with rows of its own; a request without keys takes spare rows."""
-    part = jnp.arange(splits, dtype=jnp.int32)[:, None]
-    tables, counts, starts = [], [], []
-    for level, (table, length, rows) in enumerate(prefixes):
-        G = table.shape[0]
-        pages = pl.cdiv(pl.cdiv(length, page), splits)
-        segment = jnp.pad(pages, (0, 1))  # the last request has none
-        length = jnp.pad(length, (0, 1))
-        skipped = part * segment
-        group = jnp.minimum(jnp.arange(G + 1, dtype=jnp.int32), G - 1)
-        tables.append(_shifted(table, jnp.tile(group, splits), skipped.reshape(-1)))
-        counts.append(jnp.clip(length - skipped * page, 0, segment * page).reshape(-1))
-        starts.append(((level * splits + part) * N + rows).reshape(-1))
-    end = jnp.full(1, len(prefixes) * splits * N, jnp.int32)
-    return jnp.concatenate(tables), jnp.concatenate(counts), jnp.concatenate([*starts, end])

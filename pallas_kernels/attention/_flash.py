@@ -29,15 +29,19 @@ from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _tiles as tiles_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "p_tile")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
 
 # ---------------------------------------------------------------- launch
-def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str) -> tuple[Any, Any]:
-    """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_tiles.locate`."""
-    if x.dense:
+def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_rows: bool = False) -> tuple[Any, Any]:
+    """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_tiles.locate`.
+
+    With `as_rows` lse [slots, chunks, consumers, ROWS] as the tiles' rows have it, see `_lse`. `segments`, int32
+    [B + 2, 5], may stand for the other tables: its columns are `_tiles.SEGMENTS`.
+    """
+    if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
@@ -49,6 +53,7 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str) -> tupl
             ref = memory.pop(name)
             memory[f"{name}_rows"], memory[f"{name}_tile"] = (ref, ref) if x.interpreted else ref
         memory.setdefault("o_rows", memory["q_rows"])
+        given |= tiles_of.columns(given.get("segments"))
         _block(x, SimpleNamespace(**dict.fromkeys(OPTIONAL) | given | memory))
 
     o, *lse = plgpu.kernel(
@@ -65,7 +70,9 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str) -> tupl
             reduction_scratch_bytes=0,  # row reductions stay within four lanes
         ),
     )(*inputs.values())
-    return o, _lse(x, lse[0], inputs["query_start"]) if return_lse else None
+    if not return_lse:
+        return o, None
+    return o, lse[0] if as_rows else _lse(x, lse[0], inputs["query_start"])
 
 
 def sink_rows(x: Plan, sinks):
@@ -169,6 +176,8 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
     block_kv, num_stages = x.config.block_kv, x.config.num_stages
 
+    row, skipped = (None, None) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
+
     def pages(i):
         """Pages of step i; of the pages outside the visible range the nearest one inside is read again."""
         if x.page is None:
@@ -176,8 +185,13 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
         inside = lax.div(t.low, i32(x.page)), lax.div(jnp.maximum(t.high - 1, 0), i32(x.page))
         base = lax.div(t.start - jnp.minimum(i, t.blocks - 1) * block_kv, i32(x.page))
         return tuple(
-            jnp.clip(r.page_table[t.request, jnp.clip(base + n, *inside)], 0, x.pool - 1) for n in range(x.copies)
+            jnp.clip(r.page_table[t.request if row is None else row, column(base + n, *inside)], 0, x.pool - 1)
+            for n in range(x.copies)
         )
+
+    def column(page, first, last):
+        page = jnp.clip(page, first, last)
+        return page if skipped is None else jnp.minimum(page + skipped, r.page_table.shape[1] - 1)
 
     def fetch(source, ring, full, i):
         start = t.start - i * block_kv

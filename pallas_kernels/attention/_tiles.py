@@ -50,6 +50,9 @@ class Tile:
     """Zero; what is added to it cannot be moved out of a loop, where it would hold a register."""
 
 
+SEGMENTS = ("table_row", "first_page", "lengths", "query_start", "first_tile")
+"""Columns of a table that replaces those of these names: `table_row` and `first_page` say where a request's pages stand
+in the page table. The row behind the last request's ends its rows and tiles, one more the padding's."""
 FIELDS = [*(field.name for field in dataclasses.fields(Tile)), "steps"]
 
 
@@ -61,6 +64,21 @@ class Told:
 
     def __getattr__(self, field):
         return self._tile[self._at, FIELDS.index(field)]
+
+
+class _Column:
+    """A column of a table as a reference of one dimension."""
+
+    def __init__(self, table, at: int):
+        self._table, self._at = table, at
+
+    def __getitem__(self, row):
+        return self._table[row, self._at]
+
+
+def columns(segments) -> dict[str, Any]:
+    """References to the columns of `segments`, if it is there."""
+    return {} if segments is None else {name: _Column(segments, i) for i, name in enumerate(SEGMENTS)}
 
 
 def number_of(x: Plan, turn, cta):

@@ -15,12 +15,14 @@ from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, ROW
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _decode_combine as combine
+from pallas_kernels.paged_attention import _decode_joined as joined
+from pallas_kernels.paged_attention import _decode_once as once
 from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import ROWS
 
 OPTIONAL = ("k_scale", "v_scale", "sinks", "sums", "tile", "p_tile", "part_o", "part_sums", "notes", "q_raw", "staged")
-OPTIONAL += (*per_head.OPTIONAL, *swapped.OPTIONAL)
+OPTIONAL += (*per_head.OPTIONAL, *swapped.OPTIONAL, *joined.OPTIONAL)
 """References that a kernel may do without."""
 LIFT = 15
 """Exponent that P in float16 is raised by: up to 2**15, normal down to 2**-29."""
@@ -86,7 +88,7 @@ def _request(x, r, b):
     """First row and end of request b, and its length; request B is the padding behind the last one: no keys."""
     request, real = jnp.minimum(b, x.B - 1), b < x.B
     end = jnp.where(real, _start_of(x, r, request + 1), x.N)
-    return _start_of(x, r, b), end, jnp.where(real, jnp.clip(r.lengths[request], 0, x.pages * x.page), 0)
+    return _start_of(x, r, b), end, jnp.where(real, joined.length(x, r, request), 0)
 
 
 def _tile(x, b, i, chunk, start, end, length) -> Tile:
@@ -119,6 +121,8 @@ def _split(x, r: Any) -> None:
     """One split of one tile."""
     chunk, slot, split = (lax.axis_index(name) for name in ("chunk", "slot", "split"))
     slot = slot * x.num_workers + r.worker
+    if x.at_once and x.block_q == 1:
+        once.fetch_q(x, r, slot, chunk)
 
     def begin(b):
         return lax.div(_start_of(x, r, b), i32(x.block_q))
@@ -141,6 +145,9 @@ def _split(x, r: Any) -> None:
         start, end, length = _request(x, r, b)
         i = jnp.where(first, 0, extra + 1 - begin(b))
     t = _tile(x, b, i, chunk, start, end, length)
+    if x.at_once:
+        _once(x, _own(x, r, t), t)
+        return
     r, bounds = _own(x, r, t), _bounds(x, t)
     first, last = bounds[:2]
     if x.num_splits == 1:
@@ -167,6 +174,20 @@ def _split(x, r: Any) -> None:
     def _():
         cut = (t.count > 0) & (parts > 1)
         _note(r, slot, jnp.where(cut, parts, 0), entry, entry + 1, t)
+
+
+def _once(x, r: Any, t: "Tile") -> None:
+    """A tile whose keys are all fetched at once; with one token a tile its q is on its way."""
+
+    @pl.when(t.count > 0)
+    def _():
+        if x.block_q > 1:
+            once.fetch_q(x, r, t.token0, t.chunk)
+        sinks = _sinks(x, r, t)
+        _write(x, r, t, once.attend(x, r, t), sinks)
+
+    if x.block_q == 1:
+        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar.at[r.worker]))
 
 
 def _share(x, r: Any) -> None:
@@ -273,16 +294,20 @@ def _bounds(x, t: Tile):
 def _attend(x, r: Any, t: Tile, first, last, bounds):
     """State of the online softmax over the blocks [first, last) of the tile."""
     block_kv, num_stages = x.block_kv, x.num_stages
+    whole = first == bounds[0]  # the tile's first keys are among them
     _, _, full_first, full_last, low, high = bounds
     last = jnp.maximum(first, last)
     full_first = jnp.clip(full_first, first, last)
     full_last = jnp.clip(full_last, full_first, last)
     kv_head = lax.div(t.chunk * x.block_g, i32(x.H // x.K))
     first_page, last_page = lax.div(low, i32(x.page)), lax.div(jnp.maximum(high - 1, 0), i32(x.page))
+    skipped = joined.pages(x, r, t.request)
+    if x.joined is not None:
+        first_page, last_page = skipped + first_page, jnp.minimum(skipped + last_page, x.pages - 1)
 
     def page_numbers(j):
         """Pages of block j; of the pages outside the visible range the nearest one inside is read again."""
-        base = lax.div(j * block_kv, i32(x.page))
+        base = lax.div(j * block_kv, i32(x.page)) + skipped
         return [
             jnp.clip(r.page_table[t.request, jnp.clip(base + i, first_page, last_page)], 0, x.pool - 1)
             for i in range(max(1, block_kv // x.page))
@@ -309,6 +334,8 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 
     for i in range(num_stages):
         pl.when(first + i < last)(lambda j=first + i: prefetch(j, page_numbers(j)))
+    if x.joined is not None:
+        joined.fetch(x, r, t)
     factor = _load_q(x, r, t)
     factor = swapped.of_rows(x, r, factor) if x.swapped else factor
     if r.k_scale is not None:
@@ -378,11 +405,23 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 
     masked, plain = (functools.partial(step, masked=masked) for masked in (True, False))
     state = swapped.start(x) if x.swapped else softmax.start(ROWS, (x.D,))
+    if x.joined is not None:
+        state = _join(x, r, state, joined.scores(x, r, t, whole))
     if x.window is not None:
         state = lax.fori_loop(first, full_first, masked, state)
     state = lax.fori_loop(full_first, full_last, plain, state)
     m, total, (o,) = lax.fori_loop(full_last, last, masked, state)
     return m, total, (o if r.v_scale is None else o * r.v_scale[0],)
+
+
+def _join(x, r: Any, state, s):
+    """State with partial results of prefixes, whose scores are `s`, see `_decode_joined`."""
+    (m, total, o), p = swapped.update(x, r, state, s, 0) if x.swapped else softmax.update(state, s, 1.0)
+    plgpu.barrier_wait(r.prefix_bar.at[r.worker])
+    o = _add_product(x, r, o, p, r.prefix_rows)
+    if x.swapped:
+        plgpu.commit_smem()  # everyone has multiplied
+    return m, total, (_add_product(x, r, (o,), p - p.astype(x.operand).astype(f32), r.prefix_rows),)
 
 
 def _load_q(x, r: Any, t: Tile):

@@ -30,14 +30,17 @@ f32, i32 = jnp.float32, jnp.int32
 
 def scratch(x, *lead: int) -> dict[str, Any]:
     """P^T as wgmma reads it, room for maxima of warps, and for numbers of rows."""
+    blocks = x.num_stages if x.at_once else 1
+    p_rows = (blocks, x.rows, KEYS) if x.at_once else (x.rows, KEYS)
     return {
-        "p_rows": plgpu.SMEM((*lead, x.rows, KEYS), x.operand, transforms=_p_transforms()),
-        "room": plgpu.SMEM((*lead, 1, 4, x.rows), f32),
+        "p_rows": plgpu.SMEM((*lead, *p_rows), x.operand, transforms=p_transforms()),
+        "room": plgpu.SMEM((*lead, blocks, 4, x.rows), f32),
         "row_room": plgpu.SMEM((*lead, ROWS), f32),
     }
 
 
-def _p_transforms():
+def p_transforms():
+    """Of P^T."""
     return _mosaic.swizzled(128, bytes_per_value=2)
 
 
@@ -90,7 +93,7 @@ def update(x, r: Any, state, s, lift):
 def add_product(x, r: Any, o: tuple, p, v):
     """O^T plus V^T P^T."""
     (before,) = o
-    store_transposed(r.p_rows, p.astype(x.operand), _p_transforms())
+    store_transposed(r.p_rows, p.astype(x.operand), p_transforms())
     plgpu.commit_smem()
     if not x.interpreted:
         return pl.run_state(lambda acc: plgpu.wgmma(acc, v.T, r.p_rows.T))(_mosaic.ACC.init(before))

@@ -32,6 +32,8 @@ from pallas_kernels import _mosaic, _partials
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _decode_blocks as blocks
 from pallas_kernels.paged_attention import _decode_combine as combine
+from pallas_kernels.paged_attention import _decode_joined as joined
+from pallas_kernels.paged_attention import _decode_once as once
 from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, ROWS
@@ -65,6 +67,8 @@ class Config(common.Config):
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
     early_sinks: bool = False
     """Sinks are read before the keys, in two more registers, not behind the last product: for few keys."""
+    at_once: bool = False
+    """All keys that a tile may see are fetched before the first product, see `_decode_once`: for short windows."""
 
     def __post_init__(self):
         if self.block_kv not in BLOCKS:
@@ -103,7 +107,9 @@ class Plan:
     num_shares: int | None
     swapped: bool
     early_sinks: bool
+    at_once: bool
     interpreted: bool
+    joined: Any = None
 
     # ------------------------------------------------ the rows of a tile
     @property
@@ -242,7 +248,7 @@ class Plan:
 
 
 def _plan(config: Config, **args) -> Plan:
-    return Plan(**common.facts(config, **args))
+    return Plan(**common.facts(config, **args), joined=args.get("joined"))
 
 
 def why_not(**args) -> str | None:
@@ -301,6 +307,8 @@ def configs(**args) -> Iterator[Config]:
         ways += [{"num_workers": n} for n in (2, 4)]
         if args["sinks"] is not None:
             ways += [{"early_sinks": True}, {"early_sinks": True, "num_workers": 2}]
+    stages = min(once.blocks(x), 8)
+    together = [Config(num_stages=stages, swapped=True, at_once=True, num_workers=n) for n in (1, 2, 4)]
     found = [
         Config(block_kv=block_kv, num_stages=num_stages, swapped=swap, **how)
         for block_kv in BLOCKS
@@ -308,7 +316,7 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
-    for config in dict.fromkeys([*found, default_config(**args)]):
+    for config in dict.fromkeys([*found, *together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
 
@@ -320,6 +328,8 @@ def illegal(x: Plan) -> str | None:
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
+    if (x.at_once and (reason := once.illegal(x))) or (reason := joined.illegal(x)):
+        return reason
     if x.per_head and x.block_kv > 64:
         return f"block_kv must be at most 64 for a cache with scale pages, got {x.block_kv}"
     if x.D == 256 and x.block_kv > 64:
@@ -358,12 +368,16 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
 
     codes = _mosaic.swizzled(min(128, x.D), bytes_per_value=1)
     k_ring = ring(codes if x.code_keys else () if x.restage else swizzled)
-    q_tile = plgpu.SMEM((*lead, 2, ROWS, x.D), x.cache_dtype, transforms=codes) if x.code_keys else tile(ROWS, swizzled)
+    q_rows = x.rows if x.swapped and not x.fitted else ROWS
+    q_tile = (
+        plgpu.SMEM((*lead, 2, ROWS, x.D), x.cache_dtype, transforms=codes) if x.code_keys else tile(q_rows, swizzled)
+    )
     scratch = {
         "q_tile": ((q_tile,), *([(tile(ROWS, swizzled, x.dtype),)] if x.fitted else [])),
         "ring": ((k_ring, ring(() if x.restage else swizzled)), (staged(x.out_dtype),)),
     }
-    scratch |= {name: ((memory,),) for name, memory in per_head.scratch(x, *lead).items()}
+    more = per_head.scratch(x, *lead) | joined.scratch(x, *lead)
+    scratch |= {name: ((memory,),) for name, memory in more.items()}
     if x.partials:
         scratch["ring"] += ((staged(f32),),)
     if x.restage:
@@ -393,6 +407,9 @@ def _smem(x: Plan) -> int:
 def paged_attention(*, config: Config, return_lse: bool, **args):
     """Run the kernel on prepared arguments of `jaxattn.paged_attention`, all by name.
 
+    With one more, `joined`, requests begin with shared prefixes whose partial results, `prefix_o` and `prefix_lse`,
+    become part of the output; `own` says whose, see `_decode_joined.Joined`.
+
     Returns:
         o [N, H, D] in q's dtype, and with `return_lse` the natural-log lse [N, H] in float32.
 
@@ -408,6 +425,8 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     scales = {name: args[name] for name in ("k_scale", "v_scale") if args[name] is not None}
     inputs |= {name: scale.astype(f32).reshape(1) for name, scale in scales.items()}
     inputs |= per_head.inputs(x, args)
+    if x.joined is not None:
+        inputs |= {name: args[name] for name in ("own", "prefix_o", "prefix_lse")}
     if args["sinks"] is not None:
         inputs["sinks"] = args["sinks"]
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.D), x.out_dtype)}
@@ -428,11 +447,12 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
     copies = (1 + x.per_head) * max(1, x.block_kv // x.page)
     bars = plgpu.Barrier(num_arrivals=copies, num_barriers=W * x.num_stages)
     q_bar = plgpu.Barrier(num_arrivals=x.block_q, num_barriers=W)
+    more = {} if x.joined is None else {"prefix_bar": plgpu.Barrier(num_arrivals=joined.copies(x), num_barriers=W)}
     scratch = {name: _union(*members) for name, members in _scratch(x).items()}
     out = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
-        scratch_types=scratch | {"q_bar": q_bar, "k_bar": bars, "v_bar": bars},
+        scratch_types=scratch | more | {"q_bar": q_bar, "k_bar": bars, "v_bar": bars},
         grid=tuple(x.grid.values()),
         grid_names=tuple(x.grid),
         **({"num_threads": W, "thread_name": "worker"} if W > 1 else {}),

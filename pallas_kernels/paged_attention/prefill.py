@@ -78,6 +78,31 @@ def configs(**args) -> Iterator[Config]:
         yield Config(**dataclasses.asdict(config))
 
 
+def segments_attention(*, config: Config, segments, copies: int, **args):
+    """As `paged_attention` with `copies`, of requests whose tables are the columns of `segments`.
+
+    Args:
+        config: of this kernel.
+        segments: int32 [requests + 2, 5], see `attention._tiles.SEGMENTS`.
+        copies: of q.
+        **args: `q`, `k_pages`, `v_pages`, `page_table`, `scale`, `softcap`.
+
+    Returns:
+        o [copies N, H, D] and lse as rows of tiles, see `attention._flash.launch`.
+    """
+    x = _segmented(config, segments=segments, copies=copies, **args)
+    if reason := _plan.illegal(x):
+        raise ValueError(f"paged_attention: {reason}")
+    names = {"k": "k_pages", "v": "v_pages"} | {n: n for n in ("q", "page_table")}
+    inputs = {name: args[given] for name, given in names.items()} | {"segments": segments}
+    return _flash.launch(x, inputs, True, "paged_attention", as_rows=True)
+
+
+def _segmented(config: Config, *, segments, **args) -> Plan:
+    x = _make(config, causal=False, window=None, **args)
+    return dataclasses.replace(x, B=segments.shape[0] - 2)
+
+
 def paged_attention(*, config: Config, return_lse: bool, **args):
     """Run the kernel on prepared arguments of `jaxattn.paged_attention`, all by name.
 

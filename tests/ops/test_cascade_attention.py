@@ -1,5 +1,7 @@
 """What cascade attention promises: flat attention's numbers, vLLM's rules, trees found in tables, clear refusals."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 from jaxattn import cascade_attention, paged_attention, prefix_length, prefix_tree, registry, worthwhile
 from jaxattn.ops import _cascade_cases as cases
 from jaxattn.ops.cascade_attention import MECHANISM, check_groups, prepare
+from pallas_kernels import _cascade_tables as tables_of
 from pallas_kernels import _mosaic
 from pallas_kernels import cascade_attention as mosaic
+from pallas_kernels.attention._tiles import SEGMENTS
 from pallas_kernels.paged_attention import prefill
 from parity import cases as parity_cases
 from parity import execution, tolerances, triangle
@@ -317,6 +321,105 @@ def test_the_kernel_of_prompts_gives_the_same(way, rng, interpret, monkeypatch):
         sides = {"reference": same[name], "kernel": np.asarray(got[name])}
         verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
         assert verdict.passed, f"{name}: {verdict.reason}"
+
+
+def joinable(rng, **changes):
+    """Requests of four tokens, one of three and a row of padding, whose prefix fills a tile of prefill's kernel."""
+    args = cases.make_inputs(
+        rng, (4,) * 7 + (3,), (68, 70, 99, 72, 80, 68, 131, 67), (((0, 7, 64),),), H=2, K=1, **changes
+    )
+    return args, next(c for c in mosaic.configs(**prepare(**args)) if c.joined and c.splits == 2)
+
+
+def judged(args, config):
+    got = dict(zip(("o", "lse"), cascade_attention(**args, implementation="mosaic", config=config), strict=True))
+    truth, same = (execution.reference(MECHANISM, args, wide=wide) for wide in (True, False))
+    for name, spec in parity_cases.find(MECHANISM.name).outputs.items():
+        sides = {"reference": same[name], "kernel": np.asarray(got[name])}
+        verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
+        assert verdict.passed, f"{name}: {verdict.reason}"
+    return got
+
+
+@pytest.mark.parametrize("way", ["whole", "swapped", "shared"])
+def test_suffixes_take_in_the_results_of_prefixes(way, rng, interpret):
+    """The last request shares nothing; in shares some tiles are cut, and take them in once."""
+    args, config = joinable(rng, padding=1, sinks=True, return_lse=True)
+    changes = {"whole": {}, "swapped": {"swapped": True}, "shared": {"num_shares": 5}}[way]
+    judged(args, dataclasses.replace(config, suffix=dataclasses.replace(config.suffix, **changes)))
+
+
+def test_joined_results_do_not_depend_on_the_batch(rng, interpret):
+    """The same requests in another order, bit for bit."""
+    args, config = joinable(rng, padding=1, return_lse=True)
+    order, rows = np.array([6, 2, 1, 0, 5, 4, 3, 7]), np.arange(32).reshape(8, 4)
+    other = (
+        args | {name: args[name][order] for name in ("page_table", "lengths")} | {"q": args["q"][rows[order].ravel()]}
+    )
+    one, two = (cascade_attention(**x, implementation="mosaic", config=config) for x in (args, other))
+    for a, b in zip(one, two, strict=True):
+        a, b = np.asarray(a)[rows[order].ravel()][:31], np.asarray(b)[:31]
+        np.testing.assert_array_equal(a.view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+
+
+def test_joining_nothing_is_flat_attention_to_the_bit(rng, interpret):
+    args, config = joinable(rng, padding=1, return_lse=True)
+    args |= {"shared": 0 * args["shared"], "implementation": "mosaic"}
+    alone = paged_attention(**flat(args), config=config.suffix)
+    for a, b in zip(cascade_attention(**args, config=config), alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("page", [2, 3])
+def test_segments_are_the_stacked_tables(page, splits, rng):
+    """Rows of the small table say what the stacked page tables say, and count tiles as they are counted."""
+    groups = tree(
+        [(0, 3, 6 * page), (3, 4, 2 * page), (4, 6, 0)], [(0, 2, 9 * page), (2, 3, 6 * page), (3, 4, 5 * page)]
+    )
+    table, N, block_q = jnp.asarray(rng.permutation(70).reshape(7, 10), jnp.int32), 23, 4
+    start, lengths = jnp.array([0, 4, 5, 5, 11, 12, 16, 21], jnp.int32), jnp.full(7, 10 * page, jnp.int32)
+    prefixes, _ = mosaic.levels(table, lengths, start, *groups, page=page)
+    stacked, counts, rows = tables_of.stacked(prefixes, splits, N, page)
+    spans, done = tables_of.spans(lengths, start, *groups, page=page)
+    for few in (32, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tables_of, "_FEW", few)
+            found = tables_of.segments(start, groups[0], spans, splits=splits, N=N, page=page, block_q=block_q)
+        requests = dict(zip(SEGMENTS, np.asarray(found).T, strict=True))
+        np.testing.assert_array_equal(requests["lengths"][:-2], counts)
+        np.testing.assert_array_equal(requests["query_start"][:-1], rows)
+        tiles = -(-np.diff(np.asarray(rows)) // block_q)
+        np.testing.assert_array_equal(requests["first_tile"], [0, *np.cumsum(tiles), tiles.sum()])
+        for i, n in enumerate(np.asarray(counts)):
+            pages = np.arange(-(-n // page))
+            seen = np.asarray(table)[requests["table_row"][i], requests["first_page"][i] + pages]
+            np.testing.assert_array_equal(seen, np.asarray(stacked)[i, pages])
+    mine = np.asarray(tables_of.own(start, groups[0], done, B=7))
+    np.testing.assert_array_equal(mine[:, 0], [9 * page, 9 * page, 6 * page, 5 * page, 0, 0, 0])
+    np.testing.assert_array_equal(mine[:, 1], [0, 0, 0, 1, 2, 2, 3])
+    np.testing.assert_array_equal(mine[:, 2], np.asarray(start)[[0, 0, 0, 3, 4, 4, 6]])
+    np.testing.assert_array_equal(mine[:, 3], [0, 0, 1, 2, 3, 3, 3])
+
+
+def test_joined_wants_the_kernels_that_know_of_each_other():
+    args = prepared("bfloat16, D 128, one prefix")
+    found = [c for c in mosaic.configs(**args) if c.joined]
+    assert {c.splits for c in found} == {1, 2, 4, 8}
+    assert {(c.suffix.swapped, c.suffix.num_shares is None) for c in found} == {
+        (False, True),
+        (True, True),
+        (False, False),
+    }
+    assert not mosaic.default_config(**args).joined
+    with pytest.raises(
+        ValueError, match="joined needs a prefix of prefill's kernel and a suffix of the decoding kernel's"
+    ):
+        mosaic.Config(splits=1, prefix=None, suffix=None, merge=None, joined=True)
+    sixteen = dataclasses.replace(found[0], splits=16)
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    with pytest.raises(ValueError, match="at most 8 partial results may join a tile of 8 rows, got 16"):
+        jax.eval_shape(lambda x: mosaic.cascade_attention(config=sixteen, **(args | x)), arrays)
 
 
 def test_long_prompts_run_flat():

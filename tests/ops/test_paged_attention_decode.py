@@ -22,6 +22,7 @@ from parity import cases, execution, triangle
 SPLIT = decode.Config(num_stages=2, split_pages=4)
 SHARED = decode.Config(num_stages=2, num_shares=5)
 WHOLE = decode.Config(num_stages=2)
+ONCE = decode.Config(num_stages=1, swapped=True, at_once=True)
 ways = pytest.mark.parametrize("config", [WHOLE, SPLIT, SHARED], ids=["whole", "split", "shared"])
 
 
@@ -86,6 +87,24 @@ def test_keys_as_rows_of_wgmma(config, make, options, rng):
     judged(args, run(args, dataclasses.replace(config, swapped=True)))
 
 
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        (2, {"query_lengths": (1, 1), "lengths": (90, 33), "window": 31, "sinks": True}),
+        (3, {"query_lengths": (0, 1, 2), "lengths": (0, 70, 9), "window": 70, "padding": 1, "H": 6, "K": 1, "D": 128}),
+        (
+            2,
+            {"query_lengths": (1, 1), "lengths": (90, 128), "window": 33, "causal": False, "page": 128, "softcap": 3.0},
+        ),
+        (2, {"query_lengths": (1, 1), "lengths": (96, 40), "page": 32}),
+    ],
+    ids=["sinks", "uneven", "not-causal", "short-tables"],
+)
+def test_all_keys_at_once(stages, options, rng):
+    args = make_inputs(rng, return_lse=True, **options)
+    judged(args, run(args, dataclasses.replace(ONCE, num_stages=stages)))
+
+
 @pytest.mark.parametrize("stored", ["int8", "uint8"])
 def test_scales_per_head_in_shares(stored, rng):
     args = coded(rng, stored, (1, 2), (90, 40), H=6, K=3, sinks=True, return_lse=True)
@@ -122,6 +141,8 @@ def test_what_may_help_is_among_the_configurations():
         (2, True),
     }
     assert len({c.num_shares for c in decode.configs(**shapes())}) == 5
+    assert {(c.num_stages, c.num_workers) for c in windows if c.at_once} == {(3, 1), (3, 2)}
+    assert not any(c.at_once for c in decode.configs(**shapes()))
 
 
 def test_workers_of_a_thread_block_do_not_meet(rng):
@@ -139,9 +160,12 @@ def test_more_shares_than_work(rng):
 
 
 # ---------------------------------------------------------------- batch invariance
-def test_a_split_token_has_the_same_bits_in_every_batch(rng):
+@pytest.mark.parametrize(
+    ("config", "window"), [(SPLIT, None), (dataclasses.replace(ONCE, num_stages=3), 70)], ids=["split", "at-once"]
+)
+def test_a_split_token_has_the_same_bits_in_every_batch(config, window, rng):
     """Alone, and in a batch with other neighbours, other pages, other places, requests without tokens, and padding."""
-    batch = make_inputs(rng, (1, 1, 1), (200, 140, 64), H=2, K=1, sinks=True, return_lse=True)
+    batch = make_inputs(rng, (1, 1, 1), (200, 140, 64), H=2, K=1, sinks=True, window=window, return_lse=True)
     alone = batch | {name: batch[name][:1] for name in ("q", "page_table", "lengths")} | {"query_start": jnp.arange(2)}
     order = jnp.array([2, 1, 1, 0])
     other = batch | {
@@ -150,8 +174,8 @@ def test_a_split_token_has_the_same_bits_in_every_batch(rng):
         "lengths": batch["lengths"][order],
         "query_start": jnp.array([0, 1, 2, 2, 3]),
     }
-    single = run(alone, SPLIT)
-    for out, row in ((run(batch, SPLIT), 0), (run(other, SPLIT), 2)):
+    single = run(alone, config)
+    for out, row in ((run(batch, config), 0), (run(other, config), 2)):
         same_bits([x[row] for x in out], [x[0] for x in single])
 
 
@@ -281,6 +305,32 @@ def test_configurations_that_cannot_be(options, message):
             {"window": 9},
             {"num_shares": 4},
             "num_shares=4 is for calls without a window; leave it out or use split_pages",
+        ),
+        ({"window": 9}, {"at_once": True}, "at_once needs swapped=True"),
+        (
+            {"window": 300},
+            {"at_once": True, "swapped": True},
+            "at_once needs a stage for every 64 keys of a tile, 6 here, got 3",
+        ),
+        (
+            {"window": 128},
+            {"at_once": True, "swapped": True, "num_stages": 2},
+            "at_once needs a stage for every 64 keys of a tile, 3 here, got 2",
+        ),
+        (
+            {"window": 128, "N": 256},
+            {"at_once": True, "swapped": True, "num_stages": 4},
+            "at_once is for at most 128 rows of all stages, got 4 of 64; leave it out",
+        ),
+        (
+            {"window": 9, "cache": FP8},
+            {"at_once": True, "swapped": True},
+            f"at_once is for caches in q's dtype, got {FP8}",
+        ),
+        (
+            {"window": 9},
+            {"at_once": True, "swapped": True, "split_pages": 4},
+            "at_once is for tiles that are not split; leave split_pages and num_shares out",
         ),
         (
             {},
