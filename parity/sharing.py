@@ -6,6 +6,7 @@ the same ones. Tests that are not parametrized are not touched.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import zlib
@@ -18,6 +19,7 @@ import jax
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+FEW_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
 def thin(config: Any, items: list[Any]) -> None:
@@ -67,13 +69,13 @@ def together(items: list[Any], names: Iterable[str]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
-        if item.get_closest_marker("optimized"):  # together, so that programs are forgotten once only
-            item.add_marker(pytest.mark.xdist_group("optimized"))
-            continue
         about = _about(item.callspec.params) if hasattr(item, "callspec") else []
         stem = item.path.stem.removeprefix("test_")
         found = [n for n in longest if n in about] or [n for n in longest if f"{stem}_".startswith(f"{n}_")]
-        item.add_marker(pytest.mark.xdist_group(found[0] if found else f"{item.path.parent.name}/{stem}"))
+        name = found[0] if found else f"{item.path.parent.name}/{stem}"
+        if item.get_closest_marker("optimized"):  # few groups: programs are forgotten at the ends of each
+            name = f"optimized {zlib.crc32(name.encode()) % 2}"
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def compile_for(item: Any) -> None:
@@ -88,6 +90,27 @@ def compile_for(item: Any) -> None:
     if jax.config.read("jax_disable_most_optimizations") != wanted:
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", wanted)
+
+
+def settle(items: list[Any]) -> None:
+    """Once all tests are known and before the first program is compiled: what makes many small programs cheap.
+
+    XLA emits a CPU's loops by way of MLIR, whose contexts and passes take half of the time that a small program takes
+    to compile; it can still do without. It reads its flags once in a process, so that one test marked `optimized` keeps
+    the way of users for all: `scripts/test.sh` runs these in processes of their own.
+
+    Python's collector looks again and again at what JAX keeps for good, an eighth of all time; now it looks less often,
+    and never at what exists already.
+
+    Args:
+        items: the tests that will run.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_extra_options" not in flags and not any(item.get_closest_marker("optimized") for item in items):
+        os.environ["XLA_FLAGS"] = f"{flags} {FEW_EMITTERS}".strip()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 10)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.smoke)
 
 
+def pytest_collection_finish(session):
+    sharing.settle(session.items)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     sharing.compile_for(item)

@@ -1,5 +1,6 @@
 """The share of the cases that runs where time is short."""
 
+import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,8 +69,35 @@ def test_a_mechanism_and_a_file_each_stay_in_one_process():
     for i, mine in zip(items, marks, strict=True):
         i.add_marker, i.get_closest_marker = mine.append, lambda _: None
     items[4].get_closest_marker = lambda _: "another"
-    sharing.together(items, names)
-    assert [m.args[0] for mine in marks for m in mine] == ["sparse_mla", "mla", "mla", "tests/mlab"]
+    wants_all = [
+        item("test_contract", f"test_o[{n}]", mechanism=SimpleNamespace(name=n, reference=None)) for n in names
+    ]
+    for i in wants_all:
+        i.get_closest_marker = lambda name: name == "optimized" or None
+        i.add_marker = marks[4].append
+    sharing.together(items + wants_all, names)
+    assert [m.args[0] for mine in marks[:4] for m in mine] == ["sparse_mla", "mla", "mla", "tests/mlab"]
+    assert {m.args[0] for m in marks[4]} == {"optimized 0", "optimized 1"}
+
+
+def marked(*names):
+    return SimpleNamespace(get_closest_marker=lambda name: name in names or None)
+
+
+def test_one_test_that_wants_all_passes_keeps_the_flag_from_its_process(monkeypatch):
+    before = gc.get_threshold()
+    try:
+        for items, given, wanted in (
+            ([marked("smoke"), marked()], "", sharing.FEW_EMITTERS),
+            ([marked()], "--xla_cpu_x=1", f"--xla_cpu_x=1 {sharing.FEW_EMITTERS}"),
+            ([marked()], "--xla_backend_extra_options=y", "--xla_backend_extra_options=y"),
+            ([marked("smoke"), marked("optimized")], "", ""),
+        ):
+            monkeypatch.setenv("XLA_FLAGS", given)
+            sharing.settle(items)
+            assert os.environ["XLA_FLAGS"] == wanted
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_share_that_is_no_number(monkeypatch):
