@@ -19,7 +19,7 @@ import jax
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-FEW_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
 def thin(config: Any, items: list[Any]) -> None:
@@ -92,22 +92,23 @@ def compile_for(item: Any) -> None:
         jax.config.update("jax_disable_most_optimizations", wanted)
 
 
-def settle(items: list[Any]) -> None:
-    """Once all tests are known and before the first program is compiled: what makes many small programs cheap.
+def compile_plainly(marks: str) -> None:
+    """Compile small programs in half the time where no test marked `optimized` runs; before anything is compiled.
 
-    XLA emits a CPU's loops by way of MLIR, whose contexts and passes take half of the time that a small program takes
-    to compile; it can still do without. It reads its flags once in a process, so that one test marked `optimized` keeps
-    the way of users for all: `scripts/test.sh` runs these in processes of their own.
-
-    Python's collector looks again and again at what JAX keeps for good, an eighth of all time; now it looks less often,
-    and never at what exists already.
+    XLA emits a CPU's loops by way of MLIR, whose contexts and passes take longer than the rest of the compiler, and can
+    still do without. It reads its flags when it compiles the first program of a process, at times while tests are
+    collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
 
     Args:
-        items: the tests that will run.
+        marks: pytest's `-m`.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_backend_extra_options" not in flags and not any(item.get_closest_marker("optimized") for item in items):
-        os.environ["XLA_FLAGS"] = f"{flags} {FEW_EMITTERS}".strip()
+    if "not optimized" in marks and "xla_backend_extra_options" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {PLAIN}".strip()
+
+
+def collect_rarely() -> None:
+    """Let Python's collector leave alone what exists, and look at the rest less often: JAX keeps much, and for good."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 10)

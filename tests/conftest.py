@@ -51,8 +51,12 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.smoke)
 
 
-def pytest_collection_finish(session):
-    sharing.settle(session.items)
+def pytest_configure(config):
+    sharing.compile_plainly(config.option.markexpr)
+
+
+def pytest_collection_finish():
+    sharing.collect_rarely()
 
 
 @pytest.hookimpl(tryfirst=True)

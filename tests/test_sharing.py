@@ -1,6 +1,5 @@
 """The share of the cases that runs where time is short."""
 
-import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,24 +79,18 @@ def test_a_mechanism_and_a_file_each_stay_in_one_process():
     assert {m.args[0] for m in marks[4]} == {"optimized 0", "optimized 1"}
 
 
-def marked(*names):
-    return SimpleNamespace(get_closest_marker=lambda name: name in names or None)
-
-
-def test_one_test_that_wants_all_passes_keeps_the_flag_from_its_process(monkeypatch):
-    before = gc.get_threshold()
-    try:
-        for items, given, wanted in (
-            ([marked("smoke"), marked()], "", sharing.FEW_EMITTERS),
-            ([marked()], "--xla_cpu_x=1", f"--xla_cpu_x=1 {sharing.FEW_EMITTERS}"),
-            ([marked()], "--xla_backend_extra_options=y", "--xla_backend_extra_options=y"),
-            ([marked("smoke"), marked("optimized")], "", ""),
-        ):
-            monkeypatch.setenv("XLA_FLAGS", given)
-            sharing.settle(items)
-            assert os.environ["XLA_FLAGS"] == wanted
-    finally:
-        gc.set_threshold(*before)
+def test_only_where_no_test_wants_all_passes_programs_are_compiled_plainly(monkeypatch):
+    for marks, given, wanted in (
+        ("not aot and not optimized", "", sharing.PLAIN),
+        ("not optimized", "--xla_cpu_x=1", f"--xla_cpu_x=1 {sharing.PLAIN}"),
+        ("not optimized", "--xla_backend_extra_options=y", "--xla_backend_extra_options=y"),
+        ("optimized and not aot", "", ""),
+        ("not aot", "", ""),
+        ("", "", ""),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        sharing.compile_plainly(marks)
+        assert os.environ["XLA_FLAGS"] == wanted
 
 
 def test_a_share_that_is_no_number(monkeypatch):
