@@ -7,6 +7,7 @@ parametrized, or are marked `smoke` where they are written, are not touched.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import zlib
@@ -19,6 +20,7 @@ import jax
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
 def asked() -> int:
@@ -80,13 +82,13 @@ def together(items: list[Any], names: Iterable[str]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
-        if item.get_closest_marker("optimized"):  # together, so that programs are forgotten once only
-            item.add_marker(pytest.mark.xdist_group("optimized"))
-            continue
         about = _about(item.callspec.params) if hasattr(item, "callspec") else []
         stem = item.path.stem.removeprefix("test_")
         found = [n for n in longest if n in about] or [n for n in longest if f"{stem}_".startswith(f"{n}_")]
-        item.add_marker(pytest.mark.xdist_group(found[0] if found else f"{item.path.parent.name}/{stem}"))
+        name = found[0] if found else f"{item.path.parent.name}/{stem}"
+        if item.get_closest_marker("optimized"):  # few groups: programs are forgotten at the ends of each
+            name = f"optimized {zlib.crc32(name.encode()) % 2}"
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 def compile_for(item: Any) -> None:
@@ -101,6 +103,28 @@ def compile_for(item: Any) -> None:
     if jax.config.read("jax_disable_most_optimizations") != wanted:
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", wanted)
+
+
+def compile_plainly(marks: str) -> None:
+    """Compile small programs in half the time where no test marked `optimized` runs; before anything is compiled.
+
+    XLA emits a CPU's loops by way of MLIR, whose contexts and passes take longer than the rest of the compiler, and can
+    still do without. It reads its flags when it compiles the first program of a process, at times while tests are
+    collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
+
+    Args:
+        marks: pytest's `-m`.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "not optimized" in marks and "xla_backend_extra_options" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {PLAIN}".strip()
+
+
+def collect_rarely() -> None:
+    """Let Python's collector leave alone what exists, and look at the rest less often: JAX keeps much, and for good."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 10)
 
 
 @contextlib.contextmanager

@@ -157,7 +157,16 @@ for part in "${parts[@]}"; do
       fi
       finish types $code "$([ $code -eq 0 ] && echo ok || echo FAILED)"
       ;;
-    tests) run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"} ;;
+    tests)
+      if [ "$DEVICE" != cpu ] || [ ${#pytest_args[@]} -gt 0 ]; then
+        run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"}
+      else # apart: processes without tests that want all of the compiler's passes need half as long to compile
+        run_pytest tests tests -m "not aot and not optimized" ${parallel[@]+"${parallel[@]}"}
+        whole=()
+        while IFS= read -r file; do whole+=("$file"); done < <(grep -rl --include='test_*.py' 'mark\.optimized' tests)
+        run_pytest whole "${whole[0]}" "${whole[@]:1}" -m "optimized and not aot" ${parallel[@]+"${parallel[@]}"}
+      fi
+      ;;
     aot) run_pytest aot tests -m aot ;;
     parity) run_pytest parity parity ${parallel[@]+"${parallel[@]}"} ${captures[@]+"${captures[@]}"} ;;
   esac

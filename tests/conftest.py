@@ -51,6 +51,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.smoke)
 
 
+def pytest_configure(config):
+    sharing.compile_plainly(config.option.markexpr)
+
+
+def pytest_collection_finish():
+    sharing.collect_rarely()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     sharing.compile_for(item)

@@ -33,10 +33,10 @@ def test_example_of_the_readme_runs_alone():
     assert (done.returncode, done.stdout) == (0, "bfloat16 True\n"), done.stderr
 
 
-@pytest.mark.parametrize("page", ["docs/models.md", *(m.docs for m in MECHANISMS)])
+@pytest.mark.parametrize("page", ["models.md", *(Path(m.docs).name for m in MECHANISMS)])
 def test_examples_run(page, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    exec("\n".join([*examples(page), ANSWER]), {"__name__": page})
+    exec("\n".join([*examples(f"docs/{page}"), ANSWER]), {"__name__": page})
     assert capsys.readouterr().out == "bfloat16 True\n"
 
 

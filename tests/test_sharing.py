@@ -90,8 +90,29 @@ def test_a_mechanism_and_a_file_each_stay_in_one_process():
     for i, mine in zip(items, marks, strict=True):
         i.add_marker, i.get_closest_marker = mine.append, lambda _: None
     items[4].get_closest_marker = lambda _: "another"
-    sharing.together(items, names)
-    assert [m.args[0] for mine in marks for m in mine] == ["sparse_mla", "mla", "mla", "tests/mlab"]
+    wants_all = [
+        item("test_contract", f"test_o[{n}]", mechanism=SimpleNamespace(name=n, reference=None)) for n in names
+    ]
+    for i in wants_all:
+        i.get_closest_marker = lambda name: name == "optimized" or None
+        i.add_marker = marks[4].append
+    sharing.together(items + wants_all, names)
+    assert [m.args[0] for mine in marks[:4] for m in mine] == ["sparse_mla", "mla", "mla", "tests/mlab"]
+    assert {m.args[0] for m in marks[4]} == {"optimized 0", "optimized 1"}
+
+
+def test_only_where_no_test_wants_all_passes_programs_are_compiled_plainly(monkeypatch):
+    for marks, given, wanted in (
+        ("not aot and not optimized", "", sharing.PLAIN),
+        ("not optimized", "--xla_cpu_x=1", f"--xla_cpu_x=1 {sharing.PLAIN}"),
+        ("not optimized", "--xla_backend_extra_options=y", "--xla_backend_extra_options=y"),
+        ("optimized and not aot", "", ""),
+        ("not aot", "", ""),
+        ("", "", ""),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        sharing.compile_plainly(marks)
+        assert os.environ["XLA_FLAGS"] == wanted
 
 
 def test_a_share_that_is_no_number(monkeypatch):

@@ -134,7 +134,7 @@ def dense(w, prompts, *, scale=None, window=None, softcap=None, rotary=None, **_
 def truth_of(layer, prompts, options) -> np.ndarray:
     with jax.enable_x64(True):
         wide = [jnp.asarray(p.astype(np.float64)) for p in prompts]
-        return np.asarray(dense(weights(layer, jnp.float64), wide, **options))
+        return np.asarray(jax.jit(lambda w, xs: dense(w, xs, **options))(weights(layer, jnp.float64), wide))
 
 
 def composed(layer, prompts, dtype, options) -> np.ndarray:
