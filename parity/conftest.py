@@ -31,6 +31,16 @@ def pytest_collection_modifyitems(config, items):
     sharing.together(items, [m.name for m in MECHANISMS])
 
 
+def pytest_configure(config):
+    """Sets what compiles, before anything does."""
+    sharing.compile_plainly(config.option.markexpr)
+
+
+def pytest_collection_finish():
+    """Makes Python's collector rare."""
+    sharing.collect_rarely()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Sets how much the compiler does."""

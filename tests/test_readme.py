@@ -33,6 +33,7 @@ def test_example_of_the_readme_runs_alone():
     assert (done.returncode, done.stdout) == (0, "bfloat16 True\n"), done.stderr
 
 
+@pytest.mark.smoke  # on every page, whatever the share
 @pytest.mark.parametrize("page", ["models.md", *(Path(m.docs).name for m in MECHANISMS)])
 def test_examples_run(page, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
