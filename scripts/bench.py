@@ -1,12 +1,14 @@
 """Time kernels beside their peers on a GPU, after proving on the same inputs that they are right.
 
-python scripts/bench.py --mechanism M [--peer vllm|torch|jax]... [--case GLOB] [--tune] [--jobs N] --out FILE
+python scripts/bench.py --mechanism M [--peer vllm|torch|jax]... [--case GLOB] [--tune | --try NAME=VALUE,...]
+    [--jobs N] --out FILE
 
 Adds one JSON line for each case, kernel and peer to FILE. Exit code: 0 everything asked for was measured, 1 a case
 failed its gate or could not run (said on stderr; the rest is written), 2 nothing to measure here.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
 import datetime
@@ -84,6 +86,7 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
                 seed=args.seed,
                 rounds=args.rounds,
                 tune=_tuner(mechanism, where) if args.tune else None,
+                tries=dict(args.tries),
             )
         except Exception as e:
             contest.say(f"FAILED {execution.message(f'{name}:', e)}")
@@ -96,6 +99,9 @@ def main(argv: Sequence[str] | None = None, timer: timing.Timer = timing.cupti) 
                 ceiling = {"copy_tb_s": top.copy / 1e12, "matmul_tflop_s": top.matmul / 1e12}
                 f.write(json.dumps(line | ceiling | where) + "\n")
                 print(f"  {describe(line)}", flush=True)
+                for label, x in line.get("tried", {}).items():
+                    bits = "the same bits" if x["same_bits"] else f"error {x['error']:.1e}"
+                    print(f"    with {label} {x['us']:.1f} us: {x['us'] / line['us']:.2f}x, {bits}", flush=True)
     if failed:
         contest.say(f"{len(failed)} of {len(chosen)} cases were not measured: {', '.join(failed)}")
     return 1 if failed else 0
@@ -109,6 +115,7 @@ def _in_processes(args: argparse.Namespace) -> int:
     own += [word for peer in args.peer for word in ("--peer", peer)] + ["--turns", str(turns)]
     own += ["--commit", args.commit] if args.commit else []
     own += ["--tune"] if args.tune else []
+    own += [word for label, _ in args.tries for word in ("--try", label)]
     own += ["--ceiling-sizes", *map(str, args.ceiling_sizes)]
 
     def one(mechanism: Mechanism) -> int:
@@ -209,6 +216,18 @@ def _mechanisms(name: str) -> list[Mechanism]:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
+def _changes(text: str) -> tuple[str, dict[str, Any]]:
+    """`NAME=VALUE,...` and what it says."""
+    try:
+        found = {}
+        for part in text.split(","):
+            name, value = part.split("=")
+            found[name.strip()] = ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE,... with Python numbers, got {text!r}") from None
+    return text, found
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -217,6 +236,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer", action="append", choices=peers.LIBRARIES, default=[], help="repeatable")
     parser.add_argument("--case", default="*", metavar="GLOB", help="cases by name")
     parser.add_argument("--tune", action="store_true", help="time all configurations first, keep the best as data")
+    parser.add_argument(
+        "--try",
+        action="append",
+        dest="tries",
+        type=_changes,
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="time the configuration with these changes beside it; repeatable",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines are added to it")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved sessions")
     parser.add_argument("--seed", type=int, default=0)

@@ -23,7 +23,7 @@ from pallas_kernels import _mosaic, _tuned
 from pallas_kernels import paged_attention as paged_kernels
 from pallas_kernels.paged_attention import decode
 from parity import execution, tolerances
-from scripts import _tables, bench, timing_table
+from scripts import bench, timing_table
 from scripts._bench import ceilings, contest, peers, timing
 
 MERGE = registry.find("merge_states")
@@ -95,6 +95,38 @@ def test_a_line_says_what_ran_how_long_and_where(tmp_path, record, interpreted, 
     assert line["roofline"] == line["floor_us"] / 10
     assert line["commit"] == "abc" and line["device"] == "cpu" and line["versions"]["jax"]
     assert "mosaic 10.0 us" in capsys.readouterr().out
+
+
+def test_other_options_are_timed_beside_the_default(tmp_path, record, interpreted, capsys):
+    record(small())
+    code, lines = command(tmp_path, "--peer", "jax", "--try", "rows=16", "--try", "rows=3", "--try", "width=2")
+    assert code == 0 and len(lines) == 1
+    assert lines[0]["config"] == {"rows": 8}
+    assert lines[0]["tried"] == {
+        "rows=16": {"config": "Config(rows=16)", "error": lines[0]["error"], "same_bits": True, "us": 10.0}
+    }
+    said = capsys.readouterr()
+    assert "with rows=16 10.0 us: 1.00x, the same bits" in said.out
+    assert "mosaic with rows=3: raised " in said.err and "mosaic with width=2: raised TypeError" in said.err
+
+
+def test_options_that_are_wrong_are_not_timed(tmp_path, record, interpreted, capsys):
+    kernel = MERGE.kernels["mosaic"]
+
+    def run(config, **args):
+        return tuple(x * (1.1 if config.rows == 16 else 1) for x in kernel.run(config=config, **args))
+
+    record(dataclasses.replace(small(), kernels={"mosaic": dataclasses.replace(kernel, run=run)}))
+    code, (line,) = command(tmp_path, "--try", "rows=16")
+    assert code == 0 and "tried" not in line
+    assert "mosaic with rows=16: raised WrongResultError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["rows", "rows=", "rows=4=5", "rows=four"])
+def test_options_that_cannot_be_read(text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--mechanism", "merge_states", "--out", str(tmp_path / "x"), "--try", text])
+    assert f"must be NAME=VALUE,... with Python numbers, got {text!r}" in capsys.readouterr().err
 
 
 def test_lines_are_added(tmp_path, record, interpreted):
@@ -492,73 +524,7 @@ def test_an_entry_of_another_kernel_is_an_error(tuned):
         _tuned.config("op", timing.Times, **args)
 
 
-# ---------------------------------------------------------------- tables
-def line(**changes):
-    base = {
-        "mechanism": "merge_states",
-        "case": "T1",
-        "kernel": "mosaic",
-        "us": 47.12,
-        "peer": "vllm: a",
-        "peer_us": 50.0,
-        "ratio_to_peer": 0.9424,
-        "floor_us": 46.0,
-        "roofline": 0.976,
-        "tb_s": 4.2,
-        "tflop_s": 1.0,
-        "device": "NVIDIA H200",
-        "commit": "0123456789abcdef",
-        "date": "2026-11-29T10:00:00+00:00",
-        "versions": {"jax": "0.11.2", "vllm": "0.26.0", "python": "3.12"},
-    }
-    return base | changes
-
-
-def test_a_table_shows_the_fastest_peer_of_the_newest_run():
-    text = timing_table.table(
-        [
-            line(),
-            line(peer="vllm: b", peer_us=40.0, ratio_to_peer=1.178),
-            line(peer="vllm: old", peer_us=1.0, date="2026-11-28T10:00:00+00:00"),
-            line(case="T2", peer=None, peer_us=None, ratio_to_peer=None, tflop_s=600.0),
-        ]
-    )
-    assert "| T1 | mosaic | 47.1 | 98% | 4.20 TB/s | vllm: b | 40.0 | 1.18 |" in text
-    assert "| T2 | mosaic | 47.1 | 98% | 600 TFLOP/s | - | - | - |" in text
-    assert "Measured on NVIDIA H200, 2026-11-29, commit 0123456789ab, jax 0.11.2, vllm 0.26.0." in text
-
-
-def test_the_pages_are_written_and_checked(tmp_path, capsys):
-    (tmp_path / "docs/results").mkdir(parents=True)
-    old, new = line(us=99.0, date="2026-11-01T00:00:00+00:00"), line()
-    (tmp_path / "docs/results/a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (new, old)))
-    for page in ("benchmarks", "merge_states"):
-        (tmp_path / f"docs/{page}.md").write_text(f"# x\n\n{timing_table.BEGIN}\n{timing_table.END}\nrest\n")
-    with (tmp_path / "docs/results/a.jsonl").open("a") as f:
-        f.write(json.dumps(line(mechanism="cache_write")) + "\n")
-    (tmp_path / "docs/cache_write.md").write_text("no place for a table\n")
-    for page in ("rope", "megamoe_staged"):
-        (tmp_path / f"docs/{page}.md").write_text(f"{timing_table.BEGIN}\n{timing_table.END}\n")
-    assert timing_table.main(["--check"], tmp_path) == 1
-    assert "out of date" in capsys.readouterr().out
-    assert timing_table.main([], tmp_path) == 0
-    assert timing_table.main(["--check"], tmp_path) == 0
-    for page in ("benchmarks", "merge_states"):
-        text = (tmp_path / f"docs/{page}.md").read_text()
-        assert "| T1 | mosaic | 47.1 |" in text and "99.0" not in text and text.endswith("rest\n")
-    assert (tmp_path / "docs/cache_write.md").read_text() == "no place for a table\n"
-    assert "`python scripts/bench.py --mechanism rope` makes some" in (tmp_path / "docs/rope.md").read_text()
-    assert "no case to time" in (tmp_path / "docs/megamoe_staged.md").read_text()
-
-
-def test_a_page_without_markers_and_a_foreign_line_are_errors(tmp_path):
-    with pytest.raises(ValueError, match=r"docs/x.md must hold these two lines once"):
-        _tables.insert("no markers", "", "docs/x.md", timing_table.BEGIN, timing_table.END)
-    (tmp_path / "a.jsonl").write_text('{"mechanism": "x"}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl:1 lacks case, kernel, us, .*; write it with scripts/bench.py"):
-        timing_table.read(tmp_path)
-
-
+# ---------------------------------------------------------------- what is judged
 def test_truths_of_a_mechanism_whose_record_prepares_its_arguments():
     mechanism = registry.find("cache_write")
     case = next(c for c in mechanism.cases if c.name == "T6-K8-D128-int4-per-head")

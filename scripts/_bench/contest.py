@@ -222,6 +222,7 @@ def run(
     seed: int = 0,
     rounds: int = 7,
     tune: Callable[[str, Args, Callable[[Any], float | str]], Any] | None = None,
+    tries: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Result lines of one case, one for each kernel that supports it and each peer (or without one).
 
@@ -234,6 +235,7 @@ def run(
         seed: of the inputs.
         rounds: of interleaved sessions.
         tune: `tune(kernel, args, time_of)` -> the configuration to take; None = the kernel's default.
+        tries: changes of that configuration, by what to call them, to time beside it.
 
     Raises:
         WrongResultError: a kernel failed the gate.
@@ -261,21 +263,33 @@ def run(
             one = Port(mechanism, name, [dict(x) for x in own], config)
             out = one.launch()
             one.wait()
-            return one, check(mechanism, truth, same, rows_of(out, rows))
+            judged = rows_of(out, rows)
+            bits = [np.asarray(x).tobytes() for x in judged.values()] if tries else []
+            return one, check(mechanism, truth, same, judged), bits
 
         def time_of(config, port=port) -> float | str:
             try:
-                one, _ = port(config)
+                one, *_ = port(config)
                 return timing.compare({"port": (one.launch, one.wait)}, timer, rounds=3)["port"].median
             except Exception as e:
                 return execution.message("raised", e)
 
         config = _mechanism.default_config(mechanism, kernel, args) if tune is None else tune(name, args, time_of)
-        one, off = port(config)
-        clock("kernel")
+        one, off, bits = port(config)
+        tried: dict[str, dict[str, Any]] = {}
         contestants = {"port": one} | others
+        for label, changes in (tries or {}).items():
+            try:
+                changed = dataclasses.replace(config, **changes)
+                contestants[label], error, found = port(changed)
+                tried[label] = {"config": str(changed), "error": error, "same_bits": found == bits}
+            except Exception as e:
+                say(f"  {name} with {label}: {execution.message('raised', e)}")
+        clock("kernel")
         times = timing.compare({k: (c.launch, c.wait) for k, c in contestants.items()}, timer, rounds)
         ours = times.pop("port")
+        for label, found in tried.items():
+            found["us"] = times.pop(label).median
         clock("timing")
         line = {
             "mechanism": mechanism.name,
@@ -296,6 +310,7 @@ def run(
             "error": off,
             "peer_error": None,
         }
+        first = len(lines)
         for peer, x in times.items():
             lines.append(
                 line
@@ -308,6 +323,8 @@ def run(
             )
         if not times:
             lines.append(line)
+        if tried:
+            lines[first] |= {"tried": tried}
     say(f"  took {clock}")
     return lines
 
