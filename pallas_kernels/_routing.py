@@ -145,24 +145,8 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
     sorted_at = jnp.zeros((pairs,), jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     own = jnp.minimum(flat, E - 1)
     positions = jnp.where(flat < E, sorted_at + first_block[own] * block - first[own], -1)
-    # tiles
-    tiles = -(-blocks // groups)
-    tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    tile = jnp.arange(-(-size // (block * groups)) + (min(E, pairs) if groups > 1 else 0), dtype=jnp.int32)
-    of = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends, 1, dtype=jnp.int32), E - 1)
-    inside = tile - (tile_ends - tiles)[of]
-    return Tiles(
-        count=tile_ends[-1:],
-        experts=of,
-        starts=first_block[of] + inside * groups,
-        filled=jnp.minimum(blocks[of] - inside * groups, groups),
-        weights=jnp.pad(jnp.where(real, weights.reshape(pairs)[pair], 0), (0, groups * block)),
-        positions=positions.reshape(T, A),
-        real=real,
-        source=pair // A,
-        unit=block,
-        size=row.size,
-    )
+    tile_ends = jnp.cumsum(-(-blocks // groups), dtype=jnp.int32)
+    return _tiles(weights, positions, pair, real, blocks, first_block, tile_ends, groups, block)
 
 
 def ranked_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
@@ -181,9 +165,16 @@ def ranked_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
     row = jnp.arange(size + (groups - 1) * block, dtype=jnp.int32)
     pair = jnp.max(jnp.where(positions == row[:, None], number, -1), 1)
     real, pair = pair >= 0, jnp.maximum(pair, 0)
+    return _tiles(weights, positions, pair, real, blocks, first, tile_ends, groups, block)
+
+
+def _tiles(weights, positions, pair, real, blocks, first, tile_ends, groups: int, block: int) -> Tiles:
+    """Tiles of rows that hold `pair` where `real`; an expert has `blocks` from `first`, and tiles up to `tile_ends`."""
+    (T, A), E, pairs = weights.shape, blocks.size, weights.size
+    size = capacity(pairs, block, E)
     tile = jnp.arange(-(-size // (block * groups)) + (min(E, pairs) if groups > 1 else 0), dtype=jnp.int32)
     of = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends, 1, dtype=jnp.int32), E - 1)
-    inside = tile - (tile_ends - tiles)[of]
+    inside = tile - (tile_ends + (-blocks // groups))[of]
     return Tiles(
         count=tile_ends[-1:],
         experts=of,
@@ -194,5 +185,5 @@ def ranked_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         real=real,
         source=pair // A,
         unit=block,
-        size=row.size,
+        size=real.size,
     )
