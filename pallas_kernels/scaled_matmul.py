@@ -50,6 +50,10 @@ class Config:
     """Output features of a tile: 16, 32, 64 or 128."""
     stages: int = 6
     """Steps in flight; with 64 rows a step is two blocks of inputs."""
+    a_stages: int | None = None
+    """Steps of which activations are in flight, None: as many as of the weight, which comes from farther away."""
+    stagger: bool = False
+    """Thread blocks begin at different inputs, so that they do not all ask for the same activations at once."""
     cluster: int = 1
     """Thread blocks side by side that share the activations: 1 or 2."""
     width: int = 8
@@ -61,6 +65,8 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.a_stages is not None and not 2 <= self.a_stages <= self.stages:
+            raise ValueError(f"a_stages must lie between 2 and stages={self.stages}, got {self.a_stages}")
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}")
 
@@ -68,6 +74,11 @@ class Config:
     def split(self) -> bool:
         """Both warpgroups take the same rows."""
         return self.rows == 64
+
+    @property
+    def a_slots(self) -> int:
+        """Slots of activations and their scales."""
+        return self.a_stages or self.stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +121,13 @@ class _Plan:
     def steps(self) -> int:
         """Steps of a tile."""
         return pl.cdiv(pl.cdiv(self.M, BLOCK), self.parts)
+
+    def inputs(self, step):
+        """Which of a tile's steps along the inputs is done as step `step`."""
+        if not self.config.stagger:
+            return step
+        step = step + lax.rem(lax.axis_index("block"), i32(self.steps))
+        return jnp.where(step < self.steps, step, step - self.steps)
 
     @property
     def waves(self) -> int:
@@ -169,6 +187,8 @@ def default_config(**args) -> Config:
     x = _plan(Config(), **args)
     if x.integer and not x.blocks and x.N > 512:
         return Config(rows=256, stages=4)
+    if x.blocks and not x.groups and x.F % 256 == 0 and pl.cdiv(x.N, 256) * (x.F // 128) >= 2 * _mosaic.num_sms():
+        return Config(rows=256, stages=4, cluster=2)
 
     def enough(rows, features):
         if x.groups and x.together % features:
@@ -212,7 +232,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     out = _inline.span(x.piece * x.out_dtype.itemsize)
     writers = 1 if c.split else 2
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
+        "a_ring": plgpu.SMEM((c.a_slots, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
         "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
         "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
@@ -221,7 +241,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=c.stages),
     }
     if x.blocks:
-        scratch["scale_ring"] = plgpu.SMEM((c.stages, c.rows, SCALES), f32)
+        scratch["scale_ring"] = plgpu.SMEM((c.a_slots, c.rows, SCALES), f32)
     if c.split:
         scratch |= {"other": plgpu.SMEM((64, c.features), x.total)}
         scratch |= {"sent": plgpu.Barrier(), "taken": plgpu.Barrier()}
@@ -294,9 +314,9 @@ def _block(x: _Plan, r: Any) -> None:
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        lax.fori_loop(0, count, lambda turn, _: _load(x, r, turn, *origin(turn)), None)
-        total = count * x.steps  # no block of a cluster may leave while another still signals to it
-        for i in range(1, c.stages + 1):
+        _load(x, r, count, origin)
+        total = count * x.steps
+        for i in range(1, c.a_slots + 1):  # no block of a cluster may leave while another still signals to it
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
     @pl.when(warpgroup < 2)
@@ -318,21 +338,22 @@ def _block(x: _Plan, r: Any) -> None:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(r.taken))
 
 
-def _load(x: _Plan, r: Any, turn, row, feature) -> None:
-    """Fetch one tile's blocks of inputs; what lies outside the operands becomes zero."""
+def _load(x: _Plan, r: Any, count, origin) -> None:
+    """Fetch the blocks of inputs of `count` tiles; what lies outside the operands becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
-    mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
 
-    def step(j, _):
-        at = turn * x.steps + j
+    def weights(at, j, feature):
         slot = lax.rem(at, i32(c.stages))
-        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-        full = r.full.at[slot]
         for part in range(x.parts):
             inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
+            b_slot = r.b_ring.at[slot, part]
+            plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], b_slot, r.full.at[slot])
+
+    def activations(at, j, row, feature):
+        slot, full = lax.rem(at, i32(c.a_slots)), r.full.at[lax.rem(at, i32(c.stages))]
+        mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
         for part in range(x.parts):
             inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
             a_slot = r.a_ring.at[slot, part, pl.ds(0, rows)]
@@ -342,7 +363,42 @@ def _load(x: _Plan, r: Any, turn, row, feature) -> None:
             scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
 
-    lax.fori_loop(0, x.steps, step, None)
+    def wait(at):
+        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[lax.rem(at, i32(c.stages))]))
+
+    def tile(turn, _):
+        row, feature = origin(turn)
+
+        def step(j, _):
+            at, j = turn * x.steps + j, x.inputs(j)
+            wait(at)
+            weights(at, j, feature)
+            activations(at, j, row, feature)
+
+        lax.fori_loop(0, x.steps, step, None)
+
+    total, behind = count * x.steps, c.stages - c.a_slots
+
+    def ahead(at, _):
+        """Weights of step `at`, and activations of the step that has a slot for them."""
+        wait(at)
+        late = jnp.where(at < c.stages, at, at - behind)
+
+        def place(at):
+            turn = lax.div(at, i32(x.steps))
+            return x.inputs(at - turn * x.steps), *origin(turn)
+
+        @pl.when(at < total)
+        def _():
+            j, _, feature = place(at)
+            weights(at, j, feature)
+
+        pl.when(((at < c.a_slots) | (at >= c.stages)) & (late < total))(lambda: activations(late, *place(late)))
+
+    if behind:
+        lax.fori_loop(0, total + behind, ahead, None)
+    else:
+        lax.fori_loop(0, count, tile, None)
 
 
 def _rows(x: _Plan, warpgroup, wave: int):
@@ -351,24 +407,31 @@ def _rows(x: _Plan, warpgroup, wave: int):
 
 
 def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
-    """`begin(i, slot)` starts the products of step first + i, `end(i, slot, pending)` uses them, one step later.
+    """`begin(i, a_slot, b_slot)` starts the products of step first + i, `end(i, pending)` uses them, one step later.
 
     So a warpgroup's tensor cores have work while it adds; `pending` groups of products may still be under way then.
     """
-    slots = [lax.rem(turn * x.steps + first, i32(x.config.stages))]
-    for _ in range(count - 1):
-        slots.append(jnp.where(slots[-1] == x.config.stages - 1, 0, slots[-1] + 1))
+    slots = _ring(turn * x.steps + first, count, x.config.stages)
+    a_slots = slots if x.config.a_stages is None else _ring(turn * x.steps + first, count, x.config.a_stages)
 
     def finish(i, pending):
-        end(i, slots[i], pending)
+        end(i, pending)
         plgpu.barrier_arrive(r.empty.at[slots[i]])
 
     for i, slot in enumerate(slots):
         plgpu.barrier_wait(r.full.at[slot])
-        begin(i, slot)
+        begin(i, a_slots[i], slot)
         if i > 0:
             finish(i - 1, x.waves)
     finish(count - 1, 0)
+
+
+def _ring(first, count: int, size: int) -> list:
+    """Slots of `count` steps from step `first` on in a ring."""
+    slots = [lax.rem(first, i32(size))]
+    for _ in range(count - 1):
+        slots.append(jnp.where(slots[-1] == size - 1, 0, slots[-1] + 1))
+    return slots
 
 
 def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
@@ -378,21 +441,20 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     scale_row, last = x.scale_row(feature), pl.cdiv(x.M, BLOCK) - 1
 
     def b_scales(j, count):
-        return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
+        return tuple(r.b_scale[scale_row, jnp.minimum(x.inputs(j + i) * x.parts + part, last)] for i in range(count))
 
     def multiply_ahead(j, sums, scales):
         sums, started, used = list(sums), {}, {}
 
-        def begin(i, slot):
+        def begin(i, a_slot, b_slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                column = lax.rem((j + i) * x.parts + part, i32(SCALES))
-                scale = _inline.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
-                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
+                column = lax.rem(x.inputs(j + i) * x.parts + part, i32(SCALES))
+                scale = _inline.load_column(r.scale_ring.at[a_slot, rows], column) * scales[i]
+                a, b = r.a_ring.at[a_slot, part, rows], r.b_ring.at[b_slot, part]
                 started[i, wave] = scale, _inline.start(a, b, over=used.pop((i - 2, wave), None))
 
-        def end(i, slot, pending):
-            del slot
+        def end(i, pending):
             for wave in range(x.waves):
                 scale, product = started.pop((i, wave))
                 product = _inline.settle(product, pending + x.waves - 1 - wave)
@@ -404,18 +466,20 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
 
     def multiply_waves(j, sums, scales):
         """One product at a time, all in the same registers: the other warpgroup's products fill the gaps."""
-        sums, product, slot = list(sums), None, lax.rem(turn * x.steps + j, i32(c.stages))
-        for i in range(len(scales)):
+        sums, product = list(sums), None
+        slots = _ring(turn * x.steps + j, len(scales), c.stages)
+        a_slots = slots if c.a_stages is None else _ring(turn * x.steps + j, len(scales), c.a_stages)
+        for i, (a_slot, slot) in enumerate(zip(a_slots, slots, strict=True)):
             plgpu.barrier_wait(r.full.at[slot])
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                product = _inline.start(r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0], over=product)
-                scale = _inline.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
+                product = _inline.start(r.a_ring.at[a_slot, 0, rows], r.b_ring.at[slot, 0], over=product)
+                column = lax.rem(x.inputs(j + i), i32(SCALES))
+                scale = _inline.load_column(r.scale_ring.at[a_slot, rows], column) * scales[i]
                 product = _inline.settle(product, 0)
                 if wave == x.waves - 1:
                     plgpu.barrier_arrive(r.empty.at[slot])
                 sums[wave] = _inline.add_scaled(sums[wave], scale, product)
-            slot = jnp.where(slot == c.stages - 1, 0, slot + 1)
         return tuple(sums)
 
     multiply = multiply_waves if x.waves > 1 else multiply_ahead
@@ -441,18 +505,17 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
         sums: list[Any] = [None] * x.waves if before is None else list(before)
         running: list[Any] = list(sums) if x.integer else [None] * x.waves
 
-        def begin(i, slot):
+        def begin(i, a_slot, b_slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
                 old = None if i % chain == 0 and not x.integer else running[wave]
                 if old is None and i > 0:
                     finished[i - 1, wave] = running[wave]
-                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
+                a, b = r.a_ring.at[a_slot, part, rows], r.b_ring.at[b_slot, part]
                 over = used.pop((i - chain - 1, wave), None) if old is None else None
                 running[wave] = _inline.start(a, b, old, over)
 
-        def end(i, slot, pending):
-            del slot
+        def end(i, pending):
             if i + 1 < count and (i + 1) % chain:
                 plgpu.wgmma_wait(pending)
                 return

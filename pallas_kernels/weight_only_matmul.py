@@ -52,8 +52,8 @@ class Config:
     """Thread blocks along the features that share the activations: 1, 2 or 4."""
     boxed: bool = False
     """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
-    eager: bool = False
-    """A thread block's first slots are filled with weights before any activations."""
+    stagger: bool = False
+    """Thread blocks begin at different inputs, so that they do not all ask for the same activations at once."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
 
@@ -124,11 +124,12 @@ def default_config(*, N: int, M: int, F: int, bits: int, code: _decode.Code | No
     cluster = 2 if N > 64 and F % (4 * FEATURES) == 0 else 1
     warpgroups = 4 if tokens <= 32 else 2
     ways = [(2, 4), (2, 3)] if tokens <= 16 else []
-    found = [
-        Config(tokens=tokens, warpgroups=warpgroups, split=tokens <= 128, deep=deep, stages=stages, cluster=cluster)
+    common = {"tokens": tokens, "warpgroups": warpgroups, "split": tokens <= 128, "cluster": cluster}
+    boxed = 8 < tokens <= 64 and M % HALF == 0
+    plans = [
+        _widest(Config(**common, deep=deep, stages=stages, boxed=boxed), N, M, F, bits)
         for deep, stages in [*ways, (1, 4), (1, 3), (1, 2)]
     ]
-    plans = [_widest(config, N, M, F, bits) for config in found]
     if code is not None:
         plans = [dataclasses.replace(plan, code=code) for plan in plans]
     return next(plan.config for plan in plans if why_not_config(plan) is None)
@@ -148,8 +149,7 @@ def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = No
             )
             found = [config]
             if split and cluster == 1 and N <= tokens < 2 * max(N, TOKENS[0]):  # those whose slots few rows fill
-                eager = dataclasses.replace(config, eager=True)
-                found += [eager, dataclasses.replace(eager, boxed=True)]
+                found.append(dataclasses.replace(config, boxed=True))
             yield from filter(fits, found)
 
 
@@ -298,26 +298,18 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
     columns = pl.ds(column, x.columns)
-    early = min(c.stages, x.steps) if c.eager else 0
-
-    def weights(j, _=None):
-        slot, tiles = lax.rem(turn * x.steps + j, i32(c.stages)), pl.ds(j * x.parts, x.parts)
-        for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
-            if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], r.full.at[slot])
-
-    if early:
-        pl.when(turn == 0)(lambda: lax.fori_loop(0, early, weights, None))
+    begin = lax.rem(lax.axis_index("block"), i32(x.steps)) if c.stagger else 0
 
     def step(j, _):
         at = turn * x.steps + j
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         full = r.full.at[slot]
-        if early:
-            pl.when((turn > 0) | (j >= early))(lambda: weights(j))
-        else:
-            weights(j)
+        j = jnp.where(j + begin < x.steps, j + begin, j + begin - x.steps) if c.stagger else j
+        for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
+            if source is not None:
+                tiles = pl.ds(j * x.parts, x.parts)
+                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full)
         if c.boxed:
             inputs = pl.ds(j * x.parts * INPUTS, x.parts * INPUTS)
             plgpu.copy_gmem_to_smem(r.x.at[pl.ds(token, c.tokens), inputs], r.x_ring.at[slot], full, **share)

@@ -50,6 +50,8 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
+    "split-ahead": Config(rows=64, features=32, stages=4, a_stages=2),
+    "split-stagger": Config(rows=64, features=32, stages=5, a_stages=3, stagger=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
     "rows-256": Config(rows=256, features=64, stages=3),
@@ -100,7 +102,8 @@ def test_rows_beyond_the_end_are_neither_read_nor_written(rng):
         (64, 4096, "block", E4M3, Config(rows=64, features=32, stages=8)),
         (1, 18432, "token", E4M3, Config(rows=64, features=64, stages=6)),
         (128, 4096, "block", E4M3, Config(rows=64, features=64, stages=6)),
-        (4096, 4096, "block", E4M3, Config(rows=128, features=128, stages=6, cluster=2)),
+        (4096, 4096, "block", E4M3, Config(rows=256, features=128, stages=4, cluster=2)),
+        (1024, 4096, "block", E4M3, Config(rows=128, features=128, stages=6, cluster=2)),
         (4096, 4096, "token", "int8", Config(rows=256, features=128, stages=4)),
     ],
 )
@@ -121,6 +124,7 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"features": 8}, "features must be 16, 32, 64 or 128, got 8"),
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
+        ({"stages": 4, "a_stages": 5}, "a_stages must lie between 2 and stages=4, got 5"),
         ({"width": 0}, "width must be at least 1, got 0"),
     ],
 )
