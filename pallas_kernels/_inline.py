@@ -217,6 +217,29 @@ def load_bytes(ref: Any) -> jax.Array:
     return inline(emit)(ref)
 
 
+def store_row(ref: Any, value: jax.Array) -> None:
+    """`ref[...] = value` for float32 [64] in the layout of wgmma's rows and global memory, without waiting for anyone.
+
+    Mosaic puts a barrier of the warpgroup before and after every store.
+    """
+    if _mosaic.interpreting():
+        _mosaic.store(ref, value)
+        return
+
+    def emit(context, ref, value):
+        del context
+        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+        thread = utils.thread_idx()
+        row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
+        zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
+        for half, register in enumerate(value.registers.flat):
+            at = arith.index_cast(index, arith.addi(row, utils.c(8 * half, i32)))
+            memref.store(llvm.extractelement(register, zero), ref, [at])
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
+    inline(emit)(ref, value)
+
+
 def store_transposed(ref: Any, value: jax.Array) -> None:
     """`ref[...] = value.T` for a 16-bit value [64, n] in the layout of wgmma and plain shared memory."""
     if _mosaic.interpreting():
