@@ -11,6 +11,7 @@ Activations [N, groups, M] multiply a block-diagonal weight: features are shared
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -56,11 +57,14 @@ class Config:
     """Thread blocks begin at different inputs, so that they do not all ask for the same activations at once."""
     cluster: int = 1
     """Thread blocks side by side that share the activations: 1 or 2."""
+    buffers: int = 1
+    """Pieces of a warpgroup's output that may be on their way: 1 or 2."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
 
     def __post_init__(self):
-        for name, known in (("rows", (64, 128, 256)), ("features", (16, 32, 64, 128)), ("cluster", (1, 2))):
+        choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2), "buffers": (1, 2)}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
@@ -142,7 +146,8 @@ class _Plan:
     @property
     def piece(self) -> int:
         """Columns of the output that go through shared memory together."""
-        return min(self.config.features, BLOCK // self.out_dtype.itemsize)
+        tight = self.config.rows == 256 and self.config.buffers == 2
+        return min(self.config.features, BLOCK // self.out_dtype.itemsize // (2 if tight else 1))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -234,7 +239,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     scratch = {
         "a_ring": plgpu.SMEM((c.a_slots, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
         "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
-        "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
+        "tile": plgpu.SMEM((writers, c.buffers, 64, x.piece), x.out_dtype, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
         if c.cluster == 1
@@ -344,7 +349,7 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
 
-    def weights(at, j, feature):
+    def weights(at, j, _, feature):
         slot = lax.rem(at, i32(c.stages))
         for part in range(x.parts):
             inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
@@ -372,7 +377,7 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
         def step(j, _):
             at, j = turn * x.steps + j, x.inputs(j)
             wait(at)
-            weights(at, j, feature)
+            weights(at, j, row, feature)
             activations(at, j, row, feature)
 
         lax.fori_loop(0, x.steps, step, None)
@@ -388,11 +393,7 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
             turn = lax.div(at, i32(x.steps))
             return x.inputs(at - turn * x.steps), *origin(turn)
 
-        @pl.when(at < total)
-        def _():
-            j, _, feature = place(at)
-            weights(at, j, feature)
-
+        pl.when(at < total)(lambda: weights(at, *place(at)))
         pl.when(((at < c.a_slots) | (at >= c.stages)) & (late < total))(lambda: activations(late, *place(late)))
 
     if behind:
@@ -411,8 +412,7 @@ def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
 
     So a warpgroup's tensor cores have work while it adds; `pending` groups of products may still be under way then.
     """
-    slots = _ring(turn * x.steps + first, count, x.config.stages)
-    a_slots = slots if x.config.a_stages is None else _ring(turn * x.steps + first, count, x.config.a_stages)
+    slots, a_slots = _slots(x, turn * x.steps + first, count)
 
     def finish(i, pending):
         end(i, pending)
@@ -426,12 +426,17 @@ def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
     finish(count - 1, 0)
 
 
-def _ring(first, count: int, size: int) -> list:
-    """Slots of `count` steps from step `first` on in a ring."""
-    slots = [lax.rem(first, i32(size))]
-    for _ in range(count - 1):
-        slots.append(jnp.where(slots[-1] == size - 1, 0, slots[-1] + 1))
-    return slots
+def _slots(x: _Plan, first, count: int) -> tuple[list, list]:
+    """Slots of the weight and of activations of `count` steps from step `first` on."""
+
+    def ring(size):
+        slots = [lax.rem(first, i32(size))]
+        for _ in range(count - 1):
+            slots.append(jnp.where(slots[-1] == size - 1, 0, slots[-1] + 1))
+        return slots
+
+    slots = ring(x.config.stages)
+    return slots, slots if x.config.a_slots == x.config.stages else ring(x.config.a_slots)
 
 
 def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
@@ -467,9 +472,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     def multiply_waves(j, sums, scales):
         """One product at a time, all in the same registers: the other warpgroup's products fill the gaps."""
         sums, product = list(sums), None
-        slots = _ring(turn * x.steps + j, len(scales), c.stages)
-        a_slots = slots if c.a_stages is None else _ring(turn * x.steps + j, len(scales), c.a_stages)
-        for i, (a_slot, slot) in enumerate(zip(a_slots, slots, strict=True)):
+        for i, (slot, a_slot) in enumerate(zip(*_slots(x, turn * x.steps + j, len(scales)), strict=True)):
             plgpu.barrier_wait(r.full.at[slot])
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
@@ -559,15 +562,15 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> Non
 
 def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
-    for wave, values in enumerate(sums):
-        first = row + wave * 64
-        for column in range(0, x.config.features, x.piece):
-            at = feature + column
-            value = _finished(x, r, values[:, column : column + x.piece], first, at)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            tile[...] = value.astype(x.out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
+    columns, buffers = range(0, x.config.features, x.piece), x.config.buffers
+    pending = buffers - 1 if len(sums) * len(columns) % buffers == 0 else 0
+    for i, (wave, column) in enumerate(itertools.product(range(len(sums)), columns)):
+        first, at, piece = row + wave * 64, feature + column, tile.at[i % buffers]
+        value = _finished(x, r, sums[wave][:, column : column + x.piece], first, at)
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        piece[...] = value.astype(x.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(piece, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
 
 
 def _finished(x: _Plan, r: Any, value, row, feature):

@@ -54,7 +54,7 @@ CONFIGS = {
     "split-stagger": Config(rows=64, features=32, stages=5, a_stages=3, stagger=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
-    "rows-256": Config(rows=256, features=64, stages=3),
+    "rows-256": Config(rows=256, features=64, stages=3, buffers=2),
 }
 SHAPE = (133, 1168, 128)
 """Ragged rows and inputs; 10 blocks of inputs, so that rings turn over and steps are left over."""
