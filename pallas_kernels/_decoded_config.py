@@ -35,15 +35,15 @@ class Config:
     warpgroups: int = 2
     """Warpgroups that multiply, each 2 x 64 features: 1 to 4."""
     stages: int = 6
-    """Steps of 128 inputs in flight."""
+    """Steps in flight."""
+    inputs: int = 128
+    """Of a step: 128, or 256, whose 128 bytes of a weight's row are a whole line of the L2 cache."""
     eight: bool = False
     """Multiply FP8 codes as such."""
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
     overlap: int = 1
     """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
-    cluster: int = 1
-    """Thread blocks along the features that share the rows: 1 or 2, which needs `tokens` in multiples of 16."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
@@ -53,7 +53,7 @@ class Config:
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
-        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "cluster": (1, 2), "overlap": (1, 2, 4)}
+        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "inputs": (128, 256), "overlap": (1, 2, 4)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
@@ -66,8 +66,6 @@ class Config:
             raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.tokens % (8 * self.cluster):
-            raise ValueError(f"cluster={self.cluster} needs tokens in multiples of 16, got {self.tokens}")
         if self.eight and self.overlap > 1:
             raise ValueError(f"overlap={self.overlap} is for products without eight")
         if self.encoder and not self.eight:
@@ -157,9 +155,8 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                 how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
                 yield from _legal(**how, eight=eight)
                 if not eight and T > MOST_SHARED and stages in (4, 6):
-                    for overlap, cluster in ((2, 1), (4, 1), (1, 2), (2, 2)):
-                        if block % (8 * cluster) == 0:
-                            yield from _legal(**how, overlap=overlap, cluster=cluster)
+                    for overlap in (2, 4):
+                        yield from _legal(**how, overlap=overlap)
 
 
 def _legal(**options) -> Iterator[Config]:
@@ -199,7 +196,7 @@ def smem_bytes(c: Config) -> int:
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
     out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
     w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
-    return c.stages * (w + x) + out + 2048
+    return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 
 
 def illegal(c: Config, T: int, **args) -> str | None:
@@ -210,5 +207,5 @@ def illegal(c: Config, T: int, **args) -> str | None:
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
-        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
+        return f"{given} of inputs={c.inputs} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
     return None

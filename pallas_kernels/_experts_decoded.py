@@ -190,12 +190,17 @@ class _Plan:
 
     @property
     def across(self) -> int:
-        """Tiles side by side, those outside that fill a cluster included."""
-        return pl.cdiv(self.N, self.width * self.config.cluster) * self.config.cluster
+        """Tiles side by side."""
+        return pl.cdiv(self.N, self.width)
 
     @property
     def steps(self) -> int:
-        return pl.cdiv(self.K, INPUTS)
+        return pl.cdiv(self.K, self.config.inputs)
+
+    @property
+    def parts(self) -> int:
+        """Tiles of inputs in a step."""
+        return self.config.inputs // INPUTS
 
     @property
     def piece(self) -> int:
@@ -270,14 +275,13 @@ def _grouped(
         given = dict(zip((*inputs, *out), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
     found = plgpu.kernel(
         body,
         out_type=list(out.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
-        **({"cluster": (config.cluster,), "cluster_names": ("member",)} if config.cluster > 1 else {}),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="decoded_experts_up" if act else "decoded_experts_down",
@@ -288,21 +292,21 @@ def _grouped(
 
 def _scratch(x: _Plan) -> dict[str, Any]:
     c = x.config
-    rows = (c.stages, c.tokens, INPUTS) if c.eight else (c.stages, 2, c.tokens, INPUTS // 2)
+    rows = (c.stages, x.parts, c.tokens, INPUTS) if c.eight else (c.stages, x.parts, 2, c.tokens, INPUTS // 2)
+    copies = 3 + x.parts if c.eight else 2 + 2 * x.parts
+    span = c.inputs // 2
     kind = jnp.dtype(jnp.float8_e4m3fn) if c.eight else x.code.dtype
     scratch = {
-        "w_ring": plgpu.SMEM((c.stages, 2, x.features, INPUTS // 2), jnp.uint8, transforms=_inline.span(64)),
+        "w_ring": plgpu.SMEM((c.stages, 2, x.features, span), jnp.uint8, transforms=_inline.span(span)),
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
         "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
-        "full": plgpu.Barrier(num_arrivals=5 if c.staged else 4, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
-        if c.cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=copies + c.staged, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
     if c.eight:
-        scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
+        scratch["scale_ring"] = plgpu.SMEM((c.stages, x.parts * ALIGNED, c.tokens), f32)
     if c.staged:
-        scratch["power_ring"] = plgpu.SMEM((c.stages, 2, x.features, 4), f32)
+        scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
     if x.codes:
@@ -316,12 +320,11 @@ def _block(x: _Plan, r: Any) -> None:
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = c.registers
-    member = lax.axis_index("member") if c.cluster > 1 else 0
-    count = lax.div(r.count[0] * (x.across // c.cluster) - me + (blocks - 1), i32(blocks))
+    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = (me + turn * blocks) * c.cluster + member
+        at = me + turn * blocks
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
@@ -334,7 +337,7 @@ def _block(x: _Plan, r: Any) -> None:
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
         if x.act and c.prefetch:
-            _prefetch(x, r, me * c.cluster + member)
+            _prefetch(x, r, me)
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
@@ -352,7 +355,6 @@ def _input_row(x: _Plan, r: Any, tile):
 def _load(x: _Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
-    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     expert, row = r.experts[tile], _input_row(x, r, tile)
     rows = pl.ds(row, c.tokens)
 
@@ -367,8 +369,11 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         if not c.staged:
             return ()
         starts = [across * x.width + (0 if x.act else half * x.features) for half in range(2)]
-        where = [(_lines(x, r.scale, half), expert, start, k) for half, start in enumerate(starts)]
-        return tuple(_nibbles.load_lines(*at, x.features, x.N - FEATURES) for at in where)
+        return tuple(
+            _nibbles.load_lines(_lines(x, r.scale, half), expert, start, at, x.features, x.N - FEATURES)
+            for at in [k * x.parts + part for part in range(x.parts)]
+            for half, start in enumerate(starts)
+        )
 
     def step(k, words):
         at = first + k
@@ -376,18 +381,21 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         full = r.full.at[slot]
         for half in range(2):
-            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+            inputs = pl.ds(k * (c.inputs // 2), c.inputs // 2)
             plgpu.copy_gmem_to_smem(weight(half, inputs), r.w_ring.at[slot, half], full)
+        for part in range(x.parts):
+            at = k * c.inputs + part * INPUTS
+            if c.eight:
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(at, INPUTS)], r.x_ring.at[slot, part], full)
+            for half in () if c.eight else range(2):
+                inputs = pl.ds(at + half * (INPUTS // 2), INPUTS // 2)
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, part, half], full)
         if c.eight:
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full, **share)
-            scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
-            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
-        else:
-            for half in range(2):
-                inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
-                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full, **share)
-        for half, given in enumerate(words):
-            _nibbles.store_powers(r.power_ring.at[slot, half], given)
+            count = x.parts * x.row_scales
+            scales = r.row_scale.at[pl.ds(k * count, count), rows]
+            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, count)], full)
+        for i, given in enumerate(words):
+            _nibbles.store_powers(r.power_ring.at[slot, i // 2, i % 2], given)
         if c.staged:
             plgpu.barrier_arrive(full)
         return ahead(jnp.minimum(k + 1, x.steps - 1))
@@ -397,13 +405,14 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
 
 def _prefetch(x: _Plan, r: Any, me) -> None:
     """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across = pl.cdiv(r.then.shape[1], 2 * x.features * x.config.cluster) * x.config.cluster
+    across = pl.cdiv(r.then.shape[1], 2 * x.features)
     tile = lax.div(me, i32(across))
 
     @pl.when(tile < r.count[0])
     def _():
-        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], INPUTS // 2))):
-            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+        span = x.config.inputs // 2
+        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], span))):
+            inputs = pl.ds(k * span, span)
             for half in range(2):
                 features = pl.ds((me - tile * across) * 2 * x.features + half * x.features, x.features)
                 plgpu.async_prefetch(r.then.at[r.experts[tile], features, inputs])
@@ -463,18 +472,20 @@ def _lines(x: _Plan, ref, half: int, nibbles: bool = False) -> Any:
 
 
 def _steps(x: _Plan, r: Any, first, ahead, add) -> tuple:
-    """Sums over all inputs: `ahead(k)` loads what step k needs besides, one step before `add(slot, sums, that)`."""
-    c = x.config
+    """Sums over all inputs: `ahead(tile)` loads what a tile of inputs needs besides, one before `add` takes it."""
+    c, last = x.config, x.steps * x.parts - 1
 
     def step(k, carry):
         sums, now = carry
-        later = ahead(jnp.minimum(k + 1, x.steps - 1))
         slot = lax.rem(first + k, i32(c.stages))
-        plgpu.barrier_wait(r.full.at[slot])
-        sums = add(slot, sums, now)
+        for part in range(x.parts):
+            later = ahead(jnp.minimum(k * x.parts + part + 1, last))
+            if part == 0:
+                plgpu.barrier_wait(r.full.at[slot])
+            sums, now = add(slot, part, sums, now), later
         _inline.release_reads()
         plgpu.barrier_arrive(r.empty.at[slot])
-        return sums, later
+        return sums, now
 
     zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
     return lax.fori_loop(0, x.steps, step, ((zero, zero), ahead(i32(0))))[0]
@@ -491,23 +502,23 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
             _nibbles.load(_lines(x, r.zeros, half, True), expert, at, k, x.group) for half, at in enumerate(features)
         )
 
-    def add(slot, sums, now):
+    def add(slot, part, sums, now):
         words = [r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)] for half in range(2)]
         scales, zeros = now
-        return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot])
+        return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot, part], part)
 
-    def start(slot, half, part, now):
+    def start(slot, part, half, sums, now):
         words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
         scales, zeros = now
         zeros = None if zeros is None else zeros[half]
-        return _nibbles.start(x.code, x.kind, part, words, scales[half], zeros, r.x_ring.at[slot])
+        return _nibbles.start(x.code, x.kind, sums, words, scales[half], zeros, r.x_ring.at[slot, part], part)
 
     return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
 
 
 def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
     """`_steps` by several: one half is decoded while the other one multiplies, and all is waited for at their end."""
-    c, groups = x.config, 2
+    c, groups, last = x.config, 2, x.steps * x.parts - 1
 
     def release(k):
         _inline.release_reads()
@@ -515,15 +526,17 @@ def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
 
     def together(k, carry, count):
         (gate, up), now = carry
-        for i in range(count):
-            later = ahead(jnp.minimum(k + i + 1, x.steps - 1))
+        for i, part in [(i, part) for i in range(count) for part in range(x.parts)]:
+            later = ahead(jnp.minimum((k + i) * x.parts + part + 1, last))
             slot = lax.rem(first + k + i, i32(c.stages))
-            plgpu.barrier_wait(r.full.at[slot])
-            gate = start(slot, 0, _inline.settle(gate, groups) if i else gate, now)
-            if i:
+            if part == 0:
+                plgpu.barrier_wait(r.full.at[slot])
+            gate = start(slot, part, 0, _inline.settle(gate, groups) if i + part else gate, now)
+            if i + part:
                 up = _inline.settle(up, groups)
+            if i and part == 0:
                 release(k + i - 1)
-            up = start(slot, 1, up, now)
+            up = start(slot, part, 1, up, now)
             now = later
         gate, up = _inline.settle(gate, 0), _inline.settle(up, 0)
         release(k + count - 1)
@@ -550,17 +563,17 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     if c.staged:
         order = [(half, s) for s in range(4) for half in range(2)]
 
-    def row(slot, s):
-        return plgpu.load(r.scale_ring.at[slot, s * x.row_scales // 4], layout=COLUMN, optimized=False)
+    def row(slot, part, s):
+        return plgpu.load(r.scale_ring.at[slot, (4 * part + s) * x.row_scales // 4], layout=COLUMN, optimized=False)
 
-    def add(slot, sums, now):
+    def add(slot, tile, sums, now):
         sums, todo, started, rows = list(sums), [*order], [], {}
-        powers = [_nibbles.load_powers(r.power_ring.at[slot, half, mine]) for half in range(2)] if c.staged else []
+        powers = [_nibbles.load_powers(r.power_ring.at[slot, tile, half, mine]) for half in range(2)] if c.staged else []
 
         def start(over=None):
             half, s = todo.pop(0)
             words = r.w_ring.at[slot, half, mine]
-            started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot], s, over)))
+            started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot, tile], s, over, tile)))
 
         for _ in range(depth):
             start()
@@ -568,7 +581,7 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
             half, s, part = started.pop(0)
             part = _inline.settle(part, len(started))
             if not (c.staged and s in rows):
-                rows[s] = row(slot, s)
+                rows[s] = row(slot, tile, s)
             scaled = part * lax.broadcast_in_dim(rows[s], part.shape, [1])
             power = powers[half][s] if c.staged else _nibbles.power(now[half], s)
             sums[half] = _inline.add_scaled(sums[half], power, scaled)
