@@ -44,6 +44,8 @@ class Config:
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
     overlap: int = 1
     """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
+    together: bool = False
+    """All rows of a tile leave together, with one wait, rather than `block` by `block`; they need shared memory."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
@@ -191,10 +193,15 @@ def best_rows(mean: float) -> int:
     return min(range(16, MOST + 1, 8), key=cost)
 
 
+def _leaving(c: Config) -> int:
+    """Bytes of a feature's rows on their way out: float32 at most, but for all rows of a tile with `together`."""
+    return 4 * (c.tokens if c.shared else c.block) if not c.together else max(4 * c.block, 2 * c.tokens)
+
+
 def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
-    out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
+    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * 24)
     w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
     return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 

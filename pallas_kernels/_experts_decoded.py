@@ -29,6 +29,8 @@ PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
 """Registers of a thread for 8-bit products that are under way."""
 ALIGNED = 4
 """Lines of at least eight float32 numbers that keep to the 128 bytes that TMA wants in shared memory."""
+EARLY = 32
+"""Rows of a tile up to which their weights are loaded before its sums are formed."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 __all__ = ("Config", "configs", "default_config", "experts", "stages", "why_not")
 
@@ -208,6 +210,16 @@ class _Plan:
         return self.unit
 
     @property
+    def together(self) -> bool:
+        """All rows of a tile leave together, those that hold anything."""
+        return self.config.together and self.piece < self.config.tokens and not self.codes
+
+    @property
+    def swizzled(self) -> bool:
+        """Results lie in shared memory as `_inline.span` says, where transposing them meets fewer banks twice."""
+        return self.together and self.out_dtype.itemsize == 2
+
+    @property
     def codes(self) -> bool:
         """The result is FP8 codes."""
         return self.encoded and self.config.eight
@@ -299,7 +311,11 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     scratch = {
         "w_ring": plgpu.SMEM((c.stages, 2, x.features, span), jnp.uint8, transforms=_inline.span(span)),
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
-        "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
+        "tile": plgpu.SMEM(
+            (c.warpgroups, c.tokens if x.together else x.piece, FEATURES),
+            x.out_dtype,
+            transforms=_inline.span() if x.swizzled else (),
+        ),
         "full": plgpu.Barrier(num_arrivals=copies + c.staged, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
@@ -423,15 +439,22 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
     c, expert = x.config, r.experts[tile]
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
     inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
-    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    row, filled = r.starts[tile] * x.unit, r.filled[tile]
     factor = 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
     if r.weight_scale is not None:
         factor = r.weight_scale[expert] * factor
+
+    def routing():
+        if r.weights is None:
+            return None
+        return plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
+
+    early = c.tokens <= EARLY
+    weights = routing() if early else None
+    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    weights = weights if early else routing()
     if r.weight_scale is not None or factor != 1:
         sums = tuple(part * factor for part in sums)
-    row, weights = r.starts[tile] * x.unit, None
-    if r.weights is not None:
-        weights = plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
     values = _finished(x, r, sums, expert, inside, weights)
     scale: Any = None
     if x.encoded:
@@ -439,10 +462,12 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         scale, inverse = _requantize.scales(value, r.tops.at[warpgroup])
         values = (value * inverse,) if x.codes else (_requantize.rounded(value, scale, inverse),)
     for at, value in zip(column, values, strict=False):
-        for i in range(c.tokens // x.piece):
+        if x.together:
+            _leave_together(x, r, warpgroup, at, row, value, filled)
+        for i in range(0 if x.together else c.tokens // x.piece):
             columns = slice(i * x.piece, (i + 1) * x.piece)
             given = value[:, columns], scale[:, columns] if x.codes else None
-            pl.when(i < r.filled[tile])(
+            pl.when(i < filled)(
                 lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given)
             )
 
@@ -455,8 +480,7 @@ def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
         _requantize.store_codes(tile, value)
         _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, 2)], scale)
     else:
-        store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
-        store(tile, value.astype(x.out_dtype))
+        _store(x, tile, value)
     plgpu.commit_smem()
 
     @pl.when(column < x.N)
@@ -465,6 +489,25 @@ def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
         if x.codes:
             groups = pl.ds(lax.div(column, i32(_requantize.GROUP)), 2)
             plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
+
+
+def _leave_together(x: _Plan, r: Any, warpgroup, column, row, value, filled) -> None:
+    """`_leave` of all rows of a tile, with one wait."""
+    tile = r.tile.at[warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _store(x, tile, value)
+    plgpu.commit_smem()
+    for i in range(x.config.tokens // x.piece):
+
+        @pl.when((column < x.N) & (i < filled))
+        def _(i=i):
+            rows = pl.ds(row + i * x.piece, x.piece)
+            plgpu.copy_smem_to_gmem(tile.at[pl.ds(i * x.piece, x.piece)], r.o.at[rows, pl.ds(column, FEATURES)])
+
+
+def _store(x: _Plan, tile, value) -> None:
+    store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
+    store(tile, value.astype(x.out_dtype), x.swizzled)
 
 
 def _lines(x: _Plan, ref, half: int, nibbles: bool = False) -> Any:

@@ -66,8 +66,8 @@ def unpacked(words: jax.Array, eight: bool) -> jax.Array:
     return permute(codes if eight else codes.astype(jnp.uint16))
 
 
-def store(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = permute(value.T)` for a 16-bit value [64, n] in the layout of wgmma and plain shared memory."""
+def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
+    """`ref[...] = permute(value.T)` for a 16-bit value [64, n] in the layout of wgmma, see `_inline.store_transposed`."""
     if _mosaic.interpreting():
         ref[...] = permute(value.T)
         return
@@ -76,9 +76,9 @@ def store(ref: Any, value: jax.Array) -> None:
         del context
         thread = utils.thread_idx()
         i_j = arith.addi(_inline.bits(thread, 2, 3, 3), _inline.bits(thread, 4, 1, 0))
-        _inline.scatter(ref, value, arith.addi(i_j, _inline.bits(thread, 5, 3, 1)), 32)
+        _inline.scatter(ref, value, arith.addi(i_j, _inline.bits(thread, 5, 3, 1)), 32, swizzled)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _inline.WGMMA))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span() if swizzled else ()), _inline.WGMMA))
     inline(emit)(ref, value)
 
 

@@ -70,7 +70,8 @@ def steps_apart(a, b):
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
         (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
-        (20, 320, 64, SORTED | {"overlap": 2, "inputs": 256}, OSS),
+        (20, 320, 64, SORTED | {"overlap": 2, "inputs": 256, "together": True}, OSS),
+        (9, 64, 128, SORTED | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
 )
 def test_every_path_of_the_kernel(T, M, F, config, options, rng):
@@ -99,7 +100,7 @@ def test_scales_decoded_by_who_loads_change_no_bit(rng):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("more", [{"overlap": 4}, {"inputs": 256}, {"inputs": 256, "overlap": 2}])
+@pytest.mark.parametrize("more", [{"overlap": 4}, {"inputs": 256, "together": True}])
 def test_how_steps_follow_each_other_changes_no_bit(more, rng):
     args = random_inputs(rng, 12, 2, 3, 192, 64, format="mxfp4")
     found, wanted = (kernel(args, **SORTED | options).view(np.int16) for options in (more, {}))
