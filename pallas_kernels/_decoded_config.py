@@ -42,6 +42,8 @@ class Config:
     """Multiply FP8 codes as such."""
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
+    lookahead: bool = False
+    """The scales of the next tile's weights are fetched to the L2 cache."""
     overlap: int = 1
     """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
     together: bool = False

@@ -348,7 +348,13 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         if registers:
             plgpu.set_max_registers(registers[0], action="decrease")
-        lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
+
+        def load(turn, _):
+            if c.lookahead:
+                _prefetch_scales(x, r, *place(jnp.minimum(turn + 1, count - 1))[:2])
+            _load(x, r, *place(turn))
+
+        lax.fori_loop(0, count, load, None)
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
@@ -384,11 +390,10 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         """The scales of a step, as they are, for `c.staged`."""
         if not c.staged:
             return ()
-        starts = [across * x.width + (0 if x.act else half * x.features) for half in range(2)]
         return tuple(
-            _nibbles.load_lines(_lines(x, r.scale, half), expert, start, at, x.features, x.N - FEATURES)
-            for at in [k * x.parts + part for part in range(x.parts)]
-            for half, start in enumerate(starts)
+            _nibbles.load_lines(lines, expert, start, k * x.parts + part, x.features, x.N - FEATURES)
+            for part in range(x.parts)
+            for lines, start in _halves_of(x, r, across)
         )
 
     def step(k, words):
@@ -417,6 +422,17 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         return ahead(jnp.minimum(k + 1, x.steps - 1))
 
     lax.fori_loop(0, x.steps, step, ahead(i32(0)))
+
+
+def _halves_of(x: _Plan, r: Any, across) -> list:
+    """Of both halves of a tile where the weights' scales lie, and their first feature."""
+    return [(_lines(x, r.scale, i), across * x.width + (0 if x.act else i * x.features)) for i in range(2)]
+
+
+def _prefetch_scales(x: _Plan, r: Any, tile, across) -> None:
+    """Fetch a tile's scales to the L2 cache."""
+    for lines, start in _halves_of(x, r, across):
+        _nibbles.prefetch_lines(lines, r.experts[tile], start, x.features, x.N - FEATURES)
 
 
 def _prefetch(x: _Plan, r: Any, me) -> None:
