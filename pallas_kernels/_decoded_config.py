@@ -13,6 +13,8 @@ from pallas_kernels._nibbles import FEATURES, INPUTS
 FORMATS = ("wna16", "mxfp4", "nvfp4")
 MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
+FEW = 2
+"""Rows of an expert, on average, that tiles of eight are for."""
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
 """Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
 those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
@@ -112,11 +114,16 @@ def _eights(*, format, act_group, **_) -> bool:
 
 
 def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
-    """Few tokens: share them, FP8 codes as such; else the tile that multiplies the fewest rows, in bfloat16."""
+    """Few tokens: FP8 codes as such, and share them, unless eight rows hold what experts get of codes.
+
+    Else the tile that multiplies the fewest rows, in bfloat16.
+    """
     T, E = x.shape[0], w13.shape[0]
     if T <= MOST_SHARED:
         tokens = max(8, -(-T // 8) * 8)
         eight = _eights(format=format, act_group=act_group)
+        if eight and T * ids.shape[1] / E <= FEW:
+            return next(_fitting(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2))
         return next(_fitting(shared=True, tokens=tokens, eight=eight, warpgroups=2 if tokens > 32 else 4))
     return sorted_config(T * ids.shape[1] / E)
 
@@ -124,7 +131,9 @@ def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
 def sorted_config(mean: float, eight: bool = False) -> Config:
     """The tile that multiplies the fewest rows, for experts that get `mean` rows each."""
     tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
-    return next(_fitting(tokens=tokens, block=16 if tokens % 16 == 0 else 8, warpgroups=2, eight=eight))
+    overlap = 1 if eight or tokens < 64 else 4
+    block = 16 if tokens % 16 == 0 else 8
+    return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, overlap=overlap))
 
 
 def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
@@ -148,10 +157,13 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                             stages=stages,
                             staged=staged,
                         )
-            for warpgroups, stages in itertools.product((2, 4), (4, 5, 8)):  # tiles of what an expert gets, not of T
+            for warpgroups, stages in itertools.product((2, 4), (2, 3, 4, 5, 8)):  # what an expert gets, not T
                 for staged in {False, eight}:
                     how = {"tokens": 8, "eight": eight, "warpgroups": warpgroups, "stages": stages, "staged": staged}
-                    yield from _legal(**how, encoder=staged)
+                    for inputs in (128, 256) if stages < 8 else (128,):
+                        if inputs == 256 or stages > 3:
+                            yield from _legal(**how, encoder=staged, inputs=inputs, lookahead=True)
+                            yield from _legal(**how, encoder=staged, inputs=inputs)
         most = MOST_EIGHT if eight else MOST
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):
@@ -159,8 +171,8 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                 how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
                 yield from _legal(**how, eight=eight)
                 if not eight and T > MOST_SHARED and stages in (4, 6):
-                    for overlap in (2, 4):
-                        yield from _legal(**how, overlap=overlap)
+                    for overlap, together in itertools.product((2, 4), (False, True)):
+                        yield from _legal(**how, overlap=overlap, together=together)
 
 
 def _legal(**options) -> Iterator[Config]:
@@ -216,5 +228,6 @@ def illegal(c: Config, T: int, **args) -> str | None:
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
-        return f"{given} of inputs={c.inputs} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
+        given += f" of inputs={c.inputs}"
+        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
     return None

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
 from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default_config, illegal, why_not
+from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
@@ -153,82 +154,6 @@ def _halves(bias, turns):
     return bias.reshape(E, width // 2, 2).transpose(2, 0, 1) if turns else bias.reshape(E, 2, width // 2).swapaxes(0, 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Everything about one grouped product that is known when it is compiled."""
-
-    config: Config
-    act: Activation | None
-    code: _decode.Code
-    kind: str
-    """Of the scales: "ue8m0", "e4m3" or "value"."""
-    group: int
-    """Inputs that share a scale."""
-    late: bool
-    N: int
-    """Output features."""
-    K: int
-    unit: int
-    """Rows of a tile start at multiples of this."""
-    narrow: Any
-    """Of x: what the first product is rounded to."""
-    out_dtype: Any
-    permuted: bool
-    """The result is a second product's operand."""
-    encoded: bool
-    """It is quantized on the way."""
-    row_scales: int
-    """Scales of a row in a tile of inputs: 1, 4 or, in 16 bits, 0."""
-
-    @property
-    def features(self) -> int:
-        """Of a half, for one thread block."""
-        return FEATURES * self.config.warpgroups
-
-    @property
-    def width(self) -> int:
-        """Output features of a tile."""
-        return self.features * (1 if self.act else 2)
-
-    @property
-    def across(self) -> int:
-        """Tiles side by side."""
-        return pl.cdiv(self.N, self.width)
-
-    @property
-    def steps(self) -> int:
-        return pl.cdiv(self.K, self.config.inputs)
-
-    @property
-    def parts(self) -> int:
-        """Tiles of inputs in a step."""
-        return self.config.inputs // INPUTS
-
-    @property
-    def piece(self) -> int:
-        """Rows that leave together."""
-        return self.unit
-
-    @property
-    def together(self) -> bool:
-        """All rows of a tile leave together, those that hold anything."""
-        return self.config.together and self.piece < self.config.tokens and not self.codes
-
-    @property
-    def swizzled(self) -> bool:
-        """Results lie in shared memory as `_inline.span` says, where transposing them meets fewer banks twice."""
-        return self.together and self.out_dtype.itemsize == 2
-
-    @property
-    def codes(self) -> bool:
-        """The result is FP8 codes."""
-        return self.encoded and self.config.eight
-
-    @property
-    def turns(self) -> bool:
-        return self.act is not None and self.act.kind == "swigluoai"
-
-
 def _grouped(
     config,
     tiles,
@@ -258,7 +183,7 @@ def _grouped(
         zeros=arrays["zeros"] is not None,
         lowered=format != "wna16",
     )
-    x = _Plan(
+    x = Plan(
         config=config,
         act=act,
         code=code,
@@ -302,7 +227,7 @@ def _grouped(
     return (lax.bitcast_convert_type(found[0], _requantize.E4M3), found[1]) if x.codes else (found[0], None)
 
 
-def _scratch(x: _Plan) -> dict[str, Any]:
+def _scratch(x: Plan) -> dict[str, Any]:
     c = x.config
     rows = (c.stages, x.parts, c.tokens, INPUTS) if c.eight else (c.stages, x.parts, 2, c.tokens, INPUTS // 2)
     copies = 3 + x.parts if c.eight else 2 + 2 * x.parts
@@ -331,7 +256,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- device code
-def _block(x: _Plan, r: Any) -> None:
+def _block(x: Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
@@ -369,12 +294,12 @@ def _block(x: _Plan, r: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _input_row(x: _Plan, r: Any, tile):
+def _input_row(x: Plan, r: Any, tile):
     """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
     return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
 
 
-def _load(x: _Plan, r: Any, tile, across, first) -> None:
+def _load(x: Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
     expert, row = r.experts[tile], _input_row(x, r, tile)
@@ -424,18 +349,18 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     lax.fori_loop(0, x.steps, step, ahead(i32(0)))
 
 
-def _halves_of(x: _Plan, r: Any, across) -> list:
+def _halves_of(x: Plan, r: Any, across) -> list:
     """Of both halves of a tile where the weights' scales lie, and their first feature."""
     return [(_lines(x, r.scale, i), across * x.width + (0 if x.act else i * x.features)) for i in range(2)]
 
 
-def _prefetch_scales(x: _Plan, r: Any, tile, across) -> None:
+def _prefetch_scales(x: Plan, r: Any, tile, across) -> None:
     """Fetch a tile's scales to the L2 cache."""
     for lines, start in _halves_of(x, r, across):
         _nibbles.prefetch_lines(lines, r.experts[tile], start, x.features, x.N - FEATURES)
 
 
-def _prefetch(x: _Plan, r: Any, me) -> None:
+def _prefetch(x: Plan, r: Any, me) -> None:
     """Fetch to the L2 cache what this thread block multiplies first in the next product."""
     across = pl.cdiv(r.then.shape[1], 2 * x.features)
     tile = lax.div(me, i32(across))
@@ -450,7 +375,7 @@ def _prefetch(x: _Plan, r: Any, me) -> None:
                 plgpu.async_prefetch(r.then.at[r.experts[tile], features, inputs])
 
 
-def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
+def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     """Two times 64 features of one tile."""
     c, expert = x.config, r.experts[tile]
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
@@ -483,12 +408,10 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         for i in range(0 if x.together else c.tokens // x.piece):
             columns = slice(i * x.piece, (i + 1) * x.piece)
             given = value[:, columns], scale[:, columns] if x.codes else None
-            pl.when(i < filled)(
-                lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given)
-            )
+            pl.when(i < filled)(lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given))
 
 
-def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
+def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     """Write some rows of 64 features; TMA leaves out what lies outside the output."""
     tile, rows = r.tile.at[warpgroup], pl.ds(row, x.piece)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -507,7 +430,7 @@ def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
             plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
 
 
-def _leave_together(x: _Plan, r: Any, warpgroup, column, row, value, filled) -> None:
+def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> None:
     """`_leave` of all rows of a tile, with one wait."""
     tile = r.tile.at[warpgroup]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -521,16 +444,16 @@ def _leave_together(x: _Plan, r: Any, warpgroup, column, row, value, filled) -> 
             plgpu.copy_smem_to_gmem(tile.at[pl.ds(i * x.piece, x.piece)], r.o.at[rows, pl.ds(column, FEATURES)])
 
 
-def _store(x: _Plan, tile, value) -> None:
+def _store(x: Plan, tile, value) -> None:
     store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
     store(tile, value.astype(x.out_dtype), x.swizzled)
 
 
-def _lines(x: _Plan, ref, half: int, nibbles: bool = False) -> Any:
+def _lines(x: Plan, ref, half: int, nibbles: bool = False) -> Any:
     return _nibbles.Lines(ref, half=half if x.act else 0, turns=x.turns, nibbles=nibbles)
 
 
-def _steps(x: _Plan, r: Any, first, ahead, add) -> tuple:
+def _steps(x: Plan, r: Any, first, ahead, add) -> tuple:
     """Sums over all inputs: `ahead(tile)` loads what a tile of inputs needs besides, one before `add` takes it."""
     c, last = x.config, x.steps * x.parts - 1
 
@@ -550,7 +473,7 @@ def _steps(x: _Plan, r: Any, first, ahead, add) -> tuple:
     return lax.fori_loop(0, x.steps, step, ((zero, zero), ahead(i32(0))))[0]
 
 
-def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+def _sums16(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     def ahead(k):
         scales = tuple(
             _nibbles.load(_lines(x, r.scale, half), expert, at, k, x.group) for half, at in enumerate(features)
@@ -575,7 +498,7 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
 
 
-def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
+def _overlapped(x: Plan, r: Any, first, ahead, start) -> tuple:
     """`_steps` by several: one half is decoded while the other one multiplies, and all is waited for at their end."""
     c, groups, last = x.config, 2, x.steps * x.parts - 1
 
@@ -608,7 +531,7 @@ def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
     return (together(i32(whole * c.overlap), carry, rest) if rest else carry)[0]
 
 
-def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
     c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
 
@@ -627,7 +550,9 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
 
     def add(slot, tile, sums, now):
         sums, todo, started, rows = list(sums), [*order], [], {}
-        powers = [_nibbles.load_powers(r.power_ring.at[slot, tile, half, mine]) for half in range(2)] if c.staged else []
+        powers = (
+            [_nibbles.load_powers(r.power_ring.at[slot, tile, half, mine]) for half in range(2)] if c.staged else []
+        )
 
         def start(over=None):
             half, s = todo.pop(0)
@@ -651,7 +576,7 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     return _steps(x, r, first, ahead, add)
 
 
-def _finished(x: _Plan, r: Any, sums, expert, features, weights) -> tuple:
+def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
     """The epilogue: bias, activation, routing weight; float32, one [64, tokens] for each half or for both."""
     shape = sums[0].shape
     spread = None if weights is None else lax.broadcast_in_dim(weights, shape, [1])

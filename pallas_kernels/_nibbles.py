@@ -67,7 +67,7 @@ def unpacked(words: jax.Array, eight: bool) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
-    """`ref[...] = permute(value.T)` for a 16-bit value [64, n] in the layout of wgmma, see `_inline.store_transposed`."""
+    """`ref[...] = permute(value.T)`, else as `_inline.store_transposed`."""
     if _mosaic.interpreting():
         ref[...] = permute(value.T)
         return

@@ -171,8 +171,8 @@ def test_the_configurations_are_legal_and_fit_the_path():
             known = {name: args[name] for name in ("format", "act_group")}
             assert found
             assert all(legality.illegal(c, T, **known) is None for c in [default, *found])
-            assert default.shared == (T <= 64)
             assert default.eight == (T <= 64 and group == 32)
+            assert default.shared == (T <= 64 and not default.eight)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,10 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
     [
         (SHARED | {"tokens": 8}, "shared rows need tokens=16 for T=9, got 8"),
         (SHARED | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
-        ({"tokens": 128, "warpgroups": 4, "stages": 8}, "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448"),
+        (
+            {"tokens": 128, "warpgroups": 4, "stages": 8},
+            "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(config, message, rng):
