@@ -453,18 +453,22 @@ def _lines(x: Plan, ref, half: int, nibbles: bool = False) -> Any:
     return _nibbles.Lines(ref, half=half if x.act else 0, turns=x.turns, nibbles=nibbles)
 
 
-def _steps(x: Plan, r: Any, first, ahead, add) -> tuple:
-    """Sums over all inputs: `ahead(tile)` loads what a tile of inputs needs besides, one before `add` takes it."""
+def _steps(x: Plan, r: Any, first, ahead, add, whole: bool = False) -> tuple:
+    """Sums over all inputs: `ahead(tile)` loads what a tile of inputs needs besides, one before `add` takes it.
+
+    `add` gets the tiles of a step one by one, or all with `whole`, where `ahead` has nothing to do.
+    """
     c, last = x.config, x.steps * x.parts - 1
+    turns = [(*range(x.parts),)] if whole else [(part,) for part in range(x.parts)]
 
     def step(k, carry):
         sums, now = carry
         slot = lax.rem(first + k, i32(c.stages))
-        for part in range(x.parts):
+        for part, tiles in enumerate(turns):
             later = ahead(jnp.minimum(k * x.parts + part + 1, last))
             if part == 0:
                 plgpu.barrier_wait(r.full.at[slot])
-            sums, now = add(slot, part, sums, now), later
+            sums, now = add(slot, tiles, sums, now), later
         _inline.release_reads()
         plgpu.barrier_arrive(r.empty.at[slot])
         return sums, now
@@ -484,7 +488,8 @@ def _sums16(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
             _nibbles.load(_lines(x, r.zeros, half, True), expert, at, k, x.group) for half, at in enumerate(features)
         )
 
-    def add(slot, part, sums, now):
+    def add(slot, tiles, sums, now):
+        (part,) = tiles
         words = [r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)] for half in range(2)]
         scales, zeros = now
         return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot, part], part)
@@ -532,7 +537,7 @@ def _overlapped(x: Plan, r: Any, first, ahead, start) -> tuple:
 
 
 def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
-    """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
+    """With `staged` both halves of 32 inputs follow each other and share the scales of rows, over a whole step."""
     c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
 
     def ahead(k):
@@ -541,39 +546,37 @@ def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         return tuple(_nibbles.load_words(_lines(x, r.scale, half), expert, at, k) for half, at in enumerate(features))
 
     depth = max(2, min(8, 2 * PARTS[c.warpgroups] // c.tokens))
-    order = [(half, s) for half in range(2) for s in range(4)]
-    if c.staged:
-        order = [(half, s) for s in range(4) for half in range(2)]
+    order = [(i % 2, i // 2) if c.staged else (i // 4, i % 4) for i in range(8)]
 
     def row(slot, part, s):
         return plgpu.load(r.scale_ring.at[slot, (4 * part + s) * x.row_scales // 4], layout=COLUMN, optimized=False)
 
-    def add(slot, tile, sums, now):
-        sums, todo, started, rows = list(sums), [*order], [], {}
-        powers = (
-            [_nibbles.load_powers(r.power_ring.at[slot, tile, half, mine]) for half in range(2)] if c.staged else []
-        )
+    def add(slot, tiles, sums, now):
+        sums, todo, started = list(sums), [(tile, *at) for tile in tiles for at in order], []
+        rows, powers = {}, {}
 
         def start(over=None):
-            half, s = todo.pop(0)
+            tile, half, s = todo.pop(0)
+            if c.staged and (tile, half) not in powers:
+                powers[tile, half] = _nibbles.load_powers(r.power_ring.at[slot, tile, half, mine])
             words = r.w_ring.at[slot, half, mine]
-            started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot, tile], s, over, tile)))
+            started.append((tile, half, s, _nibbles.start8(words, r.x_ring.at[slot, tile], s, over, tile)))
 
         for _ in range(depth):
             start()
         while started:
-            half, s, part = started.pop(0)
+            tile, half, s, part = started.pop(0)
             part = _inline.settle(part, len(started))
-            if not (c.staged and s in rows):
-                rows[s] = row(slot, tile, s)
-            scaled = part * lax.broadcast_in_dim(rows[s], part.shape, [1])
-            power = powers[half][s] if c.staged else _nibbles.power(now[half], s)
+            if not (c.staged and (tile, s) in rows):
+                rows[tile, s] = row(slot, tile, s)
+            scaled = part * lax.broadcast_in_dim(rows[tile, s], part.shape, [1])
+            power = powers[tile, half][s] if c.staged else _nibbles.power(now[half], s)
             sums[half] = _inline.add_scaled(sums[half], power, scaled)
             if todo:
                 start(part)
         return tuple(sums)
 
-    return _steps(x, r, first, ahead, add)
+    return _steps(x, r, first, ahead, add, whole=c.staged)
 
 
 def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
