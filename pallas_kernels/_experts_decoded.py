@@ -537,7 +537,7 @@ def _overlapped(x: Plan, r: Any, first, ahead, start) -> tuple:
 
 
 def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
-    """With `staged` both halves of 32 inputs follow each other and share the scales of rows, over a whole step."""
+    """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
     c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
 
     def ahead(k):
@@ -576,7 +576,7 @@ def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
                 start(part)
         return tuple(sums)
 
-    return _steps(x, r, first, ahead, add, whole=c.staged)
+    return _steps(x, r, first, ahead, add, whole=c.staged and c.warpgroups == 2)  # four have too few registers
 
 
 def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
