@@ -64,7 +64,13 @@ def steps_apart(a, b):
     ("T", "M", "F", "config", "options"),
     [
         (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
-        (9, 64, 192, SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True}, MEGAMOE),
+        (
+            9,
+            64,
+            192,
+            SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True, "inputs": 256},
+            MEGAMOE,
+        ),
         (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
         (9, 192, 64, SHARED, OSS),
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
