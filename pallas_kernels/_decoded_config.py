@@ -13,6 +13,8 @@ from pallas_kernels._nibbles import FEATURES, INPUTS
 FORMATS = ("wna16", "mxfp4", "nvfp4")
 MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
+FEW = 2
+"""Rows of an expert, on average, that tiles of eight are for."""
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
 """Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
 those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
@@ -35,15 +37,19 @@ class Config:
     warpgroups: int = 2
     """Warpgroups that multiply, each 2 x 64 features: 1 to 4."""
     stages: int = 6
-    """Steps of 128 inputs in flight."""
+    """Steps in flight."""
+    inputs: int = 128
+    """Of a step: 128, or 256, whose 128 bytes of a weight's row are a whole line of the L2 cache."""
     eight: bool = False
     """Multiply FP8 codes as such."""
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
+    lookahead: bool = False
+    """The scales of the next tile's weights are fetched to the L2 cache."""
     overlap: int = 1
     """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
-    cluster: int = 1
-    """Thread blocks along the features that share the rows: 1 or 2, which needs `tokens` in multiples of 16."""
+    together: bool = False
+    """All rows of a tile leave together, with one wait, rather than `block` by `block`; they need shared memory."""
     fused: bool = True
     """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
 
@@ -53,7 +59,7 @@ class Config:
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
-        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "cluster": (1, 2), "overlap": (1, 2, 4)}
+        choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "inputs": (128, 256), "overlap": (1, 2, 4)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
@@ -66,8 +72,6 @@ class Config:
             raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.tokens % (8 * self.cluster):
-            raise ValueError(f"cluster={self.cluster} needs tokens in multiples of 16, got {self.tokens}")
         if self.eight and self.overlap > 1:
             raise ValueError(f"overlap={self.overlap} is for products without eight")
         if self.encoder and not self.eight:
@@ -110,11 +114,16 @@ def _eights(*, format, act_group, **_) -> bool:
 
 
 def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
-    """Few tokens: share them, FP8 codes as such; else the tile that multiplies the fewest rows, in bfloat16."""
+    """Few tokens: FP8 codes as such, and share them, unless eight rows hold what experts get of codes.
+
+    Else the tile that multiplies the fewest rows, in bfloat16.
+    """
     T, E = x.shape[0], w13.shape[0]
     if T <= MOST_SHARED:
         tokens = max(8, -(-T // 8) * 8)
         eight = _eights(format=format, act_group=act_group)
+        if eight and T * ids.shape[1] / E <= FEW:
+            return next(_fitting(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2))
         return next(_fitting(shared=True, tokens=tokens, eight=eight, warpgroups=2 if tokens > 32 else 4))
     return sorted_config(T * ids.shape[1] / E)
 
@@ -122,7 +131,9 @@ def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
 def sorted_config(mean: float, eight: bool = False) -> Config:
     """The tile that multiplies the fewest rows, for experts that get `mean` rows each."""
     tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
-    return next(_fitting(tokens=tokens, block=16 if tokens % 16 == 0 else 8, warpgroups=2, eight=eight))
+    overlap = 1 if eight or tokens < 64 else 4
+    block = 16 if tokens % 16 == 0 else 8
+    return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, overlap=overlap))
 
 
 def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
@@ -146,10 +157,13 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                             stages=stages,
                             staged=staged,
                         )
-            for warpgroups, stages in itertools.product((2, 4), (4, 5, 8)):  # tiles of what an expert gets, not of T
+            for warpgroups, stages in itertools.product((2, 4), (2, 3, 4, 5, 8)):  # what an expert gets, not T
                 for staged in {False, eight}:
                     how = {"tokens": 8, "eight": eight, "warpgroups": warpgroups, "stages": stages, "staged": staged}
-                    yield from _legal(**how, encoder=staged)
+                    for inputs in (128, 256) if stages < 8 else (128,):
+                        if inputs == 256 or stages > 3:
+                            yield from _legal(**how, encoder=staged, inputs=inputs, lookahead=True)
+                            yield from _legal(**how, encoder=staged, inputs=inputs)
         most = MOST_EIGHT if eight else MOST
         for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
             for stages in (3, 4, 5, 6, 8):
@@ -157,9 +171,8 @@ def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
                 how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
                 yield from _legal(**how, eight=eight)
                 if not eight and T > MOST_SHARED and stages in (4, 6):
-                    for overlap, cluster in ((2, 1), (4, 1), (1, 2), (2, 2)):
-                        if block % (8 * cluster) == 0:
-                            yield from _legal(**how, overlap=overlap, cluster=cluster)
+                    for overlap, together in itertools.product((2, 4), (False, True)):
+                        yield from _legal(**how, overlap=overlap, together=together)
 
 
 def _legal(**options) -> Iterator[Config]:
@@ -194,12 +207,17 @@ def best_rows(mean: float) -> int:
     return min(range(16, MOST + 1, 8), key=cost)
 
 
+def _leaving(c: Config) -> int:
+    """Bytes of a feature's rows on their way out: float32 at most, but for all rows of a tile with `together`."""
+    return 4 * (c.tokens if c.shared else c.block) if not c.together else max(4 * c.block, 2 * c.tokens)
+
+
 def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
-    out = c.warpgroups * ((c.tokens if c.shared else c.block) * FEATURES * 4 + c.tokens * 24)
+    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * 24)
     w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
-    return c.stages * (w + x) + out + 2048
+    return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 
 
 def illegal(c: Config, T: int, **args) -> str | None:
@@ -210,5 +228,6 @@ def illegal(c: Config, T: int, **args) -> str | None:
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
+        given += f" of inputs={c.inputs}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
     return None

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
 from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default_config, illegal, why_not
+from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
@@ -29,6 +30,8 @@ PARTS = {1: 80, 2: 80, 3: 48, 4: 32}
 """Registers of a thread for 8-bit products that are under way."""
 ALIGNED = 4
 """Lines of at least eight float32 numbers that keep to the 128 bytes that TMA wants in shared memory."""
+EARLY = 32
+"""Rows of a tile up to which their weights are loaded before its sums are formed."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 __all__ = ("Config", "configs", "default_config", "experts", "stages", "why_not")
 
@@ -151,67 +154,6 @@ def _halves(bias, turns):
     return bias.reshape(E, width // 2, 2).transpose(2, 0, 1) if turns else bias.reshape(E, 2, width // 2).swapaxes(0, 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Everything about one grouped product that is known when it is compiled."""
-
-    config: Config
-    act: Activation | None
-    code: _decode.Code
-    kind: str
-    """Of the scales: "ue8m0", "e4m3" or "value"."""
-    group: int
-    """Inputs that share a scale."""
-    late: bool
-    N: int
-    """Output features."""
-    K: int
-    unit: int
-    """Rows of a tile start at multiples of this."""
-    narrow: Any
-    """Of x: what the first product is rounded to."""
-    out_dtype: Any
-    permuted: bool
-    """The result is a second product's operand."""
-    encoded: bool
-    """It is quantized on the way."""
-    row_scales: int
-    """Scales of a row in a tile of inputs: 1, 4 or, in 16 bits, 0."""
-
-    @property
-    def features(self) -> int:
-        """Of a half, for one thread block."""
-        return FEATURES * self.config.warpgroups
-
-    @property
-    def width(self) -> int:
-        """Output features of a tile."""
-        return self.features * (1 if self.act else 2)
-
-    @property
-    def across(self) -> int:
-        """Tiles side by side, those outside that fill a cluster included."""
-        return pl.cdiv(self.N, self.width * self.config.cluster) * self.config.cluster
-
-    @property
-    def steps(self) -> int:
-        return pl.cdiv(self.K, INPUTS)
-
-    @property
-    def piece(self) -> int:
-        """Rows that leave together."""
-        return self.unit
-
-    @property
-    def codes(self) -> bool:
-        """The result is FP8 codes."""
-        return self.encoded and self.config.eight
-
-    @property
-    def turns(self) -> bool:
-        return self.act is not None and self.act.kind == "swigluoai"
-
-
 def _grouped(
     config,
     tiles,
@@ -241,7 +183,7 @@ def _grouped(
         zeros=arrays["zeros"] is not None,
         lowered=format != "wna16",
     )
-    x = _Plan(
+    x = Plan(
         config=config,
         act=act,
         code=code,
@@ -270,14 +212,13 @@ def _grouped(
         given = dict(zip((*inputs, *out), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
     found = plgpu.kernel(
         body,
         out_type=list(out.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
-        **({"cluster": (config.cluster,), "cluster_names": ("member",)} if config.cluster > 1 else {}),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="decoded_experts_up" if act else "decoded_experts_down",
@@ -286,23 +227,27 @@ def _grouped(
     return (lax.bitcast_convert_type(found[0], _requantize.E4M3), found[1]) if x.codes else (found[0], None)
 
 
-def _scratch(x: _Plan) -> dict[str, Any]:
+def _scratch(x: Plan) -> dict[str, Any]:
     c = x.config
-    rows = (c.stages, c.tokens, INPUTS) if c.eight else (c.stages, 2, c.tokens, INPUTS // 2)
+    rows = (c.stages, x.parts, c.tokens, INPUTS) if c.eight else (c.stages, x.parts, 2, c.tokens, INPUTS // 2)
+    copies = 3 + x.parts if c.eight else 2 + 2 * x.parts
+    span = c.inputs // 2
     kind = jnp.dtype(jnp.float8_e4m3fn) if c.eight else x.code.dtype
     scratch = {
-        "w_ring": plgpu.SMEM((c.stages, 2, x.features, INPUTS // 2), jnp.uint8, transforms=_inline.span(64)),
+        "w_ring": plgpu.SMEM((c.stages, 2, x.features, span), jnp.uint8, transforms=_inline.span(span)),
         "x_ring": plgpu.SMEM(rows, kind, transforms=_inline.span()),
-        "tile": plgpu.SMEM((c.warpgroups, x.piece, FEATURES), x.out_dtype),
-        "full": plgpu.Barrier(num_arrivals=5 if c.staged else 4, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
-        if c.cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
+        "tile": plgpu.SMEM(
+            (c.warpgroups, c.tokens if x.together else x.piece, FEATURES),
+            x.out_dtype,
+            transforms=_inline.span() if x.swizzled else (),
+        ),
+        "full": plgpu.Barrier(num_arrivals=copies + c.staged, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
     if c.eight:
-        scratch["scale_ring"] = plgpu.SMEM((c.stages, ALIGNED, c.tokens), f32)
+        scratch["scale_ring"] = plgpu.SMEM((c.stages, x.parts * ALIGNED, c.tokens), f32)
     if c.staged:
-        scratch["power_ring"] = plgpu.SMEM((c.stages, 2, x.features, 4), f32)
+        scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
     if x.codes:
@@ -311,17 +256,16 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- device code
-def _block(x: _Plan, r: Any) -> None:
+def _block(x: Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = c.registers
-    member = lax.axis_index("member") if c.cluster > 1 else 0
-    count = lax.div(r.count[0] * (x.across // c.cluster) - me + (blocks - 1), i32(blocks))
+    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = (me + turn * blocks) * c.cluster + member
+        at = me + turn * blocks
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
@@ -329,12 +273,18 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         if registers:
             plgpu.set_max_registers(registers[0], action="decrease")
-        lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
+
+        def load(turn, _):
+            if c.lookahead:
+                _prefetch_scales(x, r, *place(jnp.minimum(turn + 1, count - 1))[:2])
+            _load(x, r, *place(turn))
+
+        lax.fori_loop(0, count, load, None)
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
         if x.act and c.prefetch:
-            _prefetch(x, r, me * c.cluster + member)
+            _prefetch(x, r, me)
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
@@ -344,15 +294,14 @@ def _block(x: _Plan, r: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _input_row(x: _Plan, r: Any, tile):
+def _input_row(x: Plan, r: Any, tile):
     """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
     return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
 
 
-def _load(x: _Plan, r: Any, tile, across, first) -> None:
+def _load(x: Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
-    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     expert, row = r.experts[tile], _input_row(x, r, tile)
     rows = pl.ds(row, c.tokens)
 
@@ -366,9 +315,11 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         """The scales of a step, as they are, for `c.staged`."""
         if not c.staged:
             return ()
-        starts = [across * x.width + (0 if x.act else half * x.features) for half in range(2)]
-        where = [(_lines(x, r.scale, half), expert, start, k) for half, start in enumerate(starts)]
-        return tuple(_nibbles.load_lines(*at, x.features, x.N - FEATURES) for at in where)
+        return tuple(
+            _nibbles.load_lines(lines, expert, start, k * x.parts + part, x.features, x.N - FEATURES)
+            for part in range(x.parts)
+            for lines, start in _halves_of(x, r, across)
+        )
 
     def step(k, words):
         at = first + k
@@ -376,18 +327,21 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         full = r.full.at[slot]
         for half in range(2):
-            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+            inputs = pl.ds(k * (c.inputs // 2), c.inputs // 2)
             plgpu.copy_gmem_to_smem(weight(half, inputs), r.w_ring.at[slot, half], full)
+        for part in range(x.parts):
+            at = k * c.inputs + part * INPUTS
+            if c.eight:
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(at, INPUTS)], r.x_ring.at[slot, part], full)
+            for half in () if c.eight else range(2):
+                inputs = pl.ds(at + half * (INPUTS // 2), INPUTS // 2)
+                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, part, half], full)
         if c.eight:
-            plgpu.copy_gmem_to_smem(r.rows.at[rows, pl.ds(k * INPUTS, INPUTS)], r.x_ring.at[slot], full, **share)
-            scales = r.row_scale.at[pl.ds(k * x.row_scales, x.row_scales), rows]
-            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, x.row_scales)], full)
-        else:
-            for half in range(2):
-                inputs = pl.ds(k * INPUTS + half * (INPUTS // 2), INPUTS // 2)
-                plgpu.copy_gmem_to_smem(r.rows.at[rows, inputs], r.x_ring.at[slot, half], full, **share)
-        for half, given in enumerate(words):
-            _nibbles.store_powers(r.power_ring.at[slot, half], given)
+            count = x.parts * x.row_scales
+            scales = r.row_scale.at[pl.ds(k * count, count), rows]
+            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, count)], full)
+        for i, given in enumerate(words):
+            _nibbles.store_powers(r.power_ring.at[slot, i // 2, i % 2], given)
         if c.staged:
             plgpu.barrier_arrive(full)
         return ahead(jnp.minimum(k + 1, x.steps - 1))
@@ -395,34 +349,53 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     lax.fori_loop(0, x.steps, step, ahead(i32(0)))
 
 
-def _prefetch(x: _Plan, r: Any, me) -> None:
+def _halves_of(x: Plan, r: Any, across) -> list:
+    """Of both halves of a tile where the weights' scales lie, and their first feature."""
+    return [(_lines(x, r.scale, i), across * x.width + (0 if x.act else i * x.features)) for i in range(2)]
+
+
+def _prefetch_scales(x: Plan, r: Any, tile, across) -> None:
+    """Fetch a tile's scales to the L2 cache."""
+    for lines, start in _halves_of(x, r, across):
+        _nibbles.prefetch_lines(lines, r.experts[tile], start, x.features, x.N - FEATURES)
+
+
+def _prefetch(x: Plan, r: Any, me) -> None:
     """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across = pl.cdiv(r.then.shape[1], 2 * x.features * x.config.cluster) * x.config.cluster
+    across = pl.cdiv(r.then.shape[1], 2 * x.features)
     tile = lax.div(me, i32(across))
 
     @pl.when(tile < r.count[0])
     def _():
-        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], INPUTS // 2))):
-            inputs = pl.ds(k * (INPUTS // 2), INPUTS // 2)
+        span = x.config.inputs // 2
+        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], span))):
+            inputs = pl.ds(k * span, span)
             for half in range(2):
                 features = pl.ds((me - tile * across) * 2 * x.features + half * x.features, x.features)
                 plgpu.async_prefetch(r.then.at[r.experts[tile], features, inputs])
 
 
-def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
+def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     """Two times 64 features of one tile."""
     c, expert = x.config, r.experts[tile]
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
     inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
-    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    row, filled = r.starts[tile] * x.unit, r.filled[tile]
     factor = 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
     if r.weight_scale is not None:
         factor = r.weight_scale[expert] * factor
+
+    def routing():
+        if r.weights is None:
+            return None
+        return plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
+
+    early = c.tokens <= EARLY
+    weights = routing() if early else None
+    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    weights = weights if early else routing()
     if r.weight_scale is not None or factor != 1:
         sums = tuple(part * factor for part in sums)
-    row, weights = r.starts[tile] * x.unit, None
-    if r.weights is not None:
-        weights = plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
     values = _finished(x, r, sums, expert, inside, weights)
     scale: Any = None
     if x.encoded:
@@ -430,15 +403,15 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         scale, inverse = _requantize.scales(value, r.tops.at[warpgroup])
         values = (value * inverse,) if x.codes else (_requantize.rounded(value, scale, inverse),)
     for at, value in zip(column, values, strict=False):
-        for i in range(c.tokens // x.piece):
+        if x.together:
+            _leave_together(x, r, warpgroup, at, row, value, filled)
+        for i in range(0 if x.together else c.tokens // x.piece):
             columns = slice(i * x.piece, (i + 1) * x.piece)
             given = value[:, columns], scale[:, columns] if x.codes else None
-            pl.when(i < r.filled[tile])(
-                lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given)
-            )
+            pl.when(i < filled)(lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given))
 
 
-def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
+def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     """Write some rows of 64 features; TMA leaves out what lies outside the output."""
     tile, rows = r.tile.at[warpgroup], pl.ds(row, x.piece)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -446,8 +419,7 @@ def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
         _requantize.store_codes(tile, value)
         _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, 2)], scale)
     else:
-        store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
-        store(tile, value.astype(x.out_dtype))
+        _store(x, tile, value)
     plgpu.commit_smem()
 
     @pl.when(column < x.N)
@@ -458,29 +430,54 @@ def _leave(x: _Plan, r: Any, warpgroup, column, row, value, scale) -> None:
             plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
 
 
-def _lines(x: _Plan, ref, half: int, nibbles: bool = False) -> Any:
+def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> None:
+    """`_leave` of all rows of a tile, with one wait."""
+    tile = r.tile.at[warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _store(x, tile, value)
+    plgpu.commit_smem()
+    for i in range(x.config.tokens // x.piece):
+
+        @pl.when((column < x.N) & (i < filled))
+        def _(i=i):
+            rows = pl.ds(row + i * x.piece, x.piece)
+            plgpu.copy_smem_to_gmem(tile.at[pl.ds(i * x.piece, x.piece)], r.o.at[rows, pl.ds(column, FEATURES)])
+
+
+def _store(x: Plan, tile, value) -> None:
+    store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
+    store(tile, value.astype(x.out_dtype), x.swizzled)
+
+
+def _lines(x: Plan, ref, half: int, nibbles: bool = False) -> Any:
     return _nibbles.Lines(ref, half=half if x.act else 0, turns=x.turns, nibbles=nibbles)
 
 
-def _steps(x: _Plan, r: Any, first, ahead, add) -> tuple:
-    """Sums over all inputs: `ahead(k)` loads what step k needs besides, one step before `add(slot, sums, that)`."""
-    c = x.config
+def _steps(x: Plan, r: Any, first, ahead, add, whole: bool = False) -> tuple:
+    """Sums over all inputs: `ahead(tile)` loads what a tile of inputs needs besides, one before `add` takes it.
+
+    `add` gets the tiles of a step one by one, or all with `whole`, where `ahead` has nothing to do.
+    """
+    c, last = x.config, x.steps * x.parts - 1
+    turns = [(*range(x.parts),)] if whole else [(part,) for part in range(x.parts)]
 
     def step(k, carry):
         sums, now = carry
-        later = ahead(jnp.minimum(k + 1, x.steps - 1))
         slot = lax.rem(first + k, i32(c.stages))
-        plgpu.barrier_wait(r.full.at[slot])
-        sums = add(slot, sums, now)
+        for part, tiles in enumerate(turns):
+            later = ahead(jnp.minimum(k * x.parts + part + 1, last))
+            if part == 0:
+                plgpu.barrier_wait(r.full.at[slot])
+            sums, now = add(slot, tiles, sums, now), later
         _inline.release_reads()
         plgpu.barrier_arrive(r.empty.at[slot])
-        return sums, later
+        return sums, now
 
     zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
     return lax.fori_loop(0, x.steps, step, ((zero, zero), ahead(i32(0))))[0]
 
 
-def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+def _sums16(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     def ahead(k):
         scales = tuple(
             _nibbles.load(_lines(x, r.scale, half), expert, at, k, x.group) for half, at in enumerate(features)
@@ -491,23 +488,24 @@ def _sums16(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
             _nibbles.load(_lines(x, r.zeros, half, True), expert, at, k, x.group) for half, at in enumerate(features)
         )
 
-    def add(slot, sums, now):
+    def add(slot, tiles, sums, now):
+        (part,) = tiles
         words = [r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)] for half in range(2)]
         scales, zeros = now
-        return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot])
+        return _nibbles.multiply(x.code, x.kind, sums, words, scales, zeros, r.x_ring.at[slot, part], part)
 
-    def start(slot, half, part, now):
+    def start(slot, part, half, sums, now):
         words = r.w_ring.at[slot, half, pl.ds(warpgroup * FEATURES, FEATURES)]
         scales, zeros = now
         zeros = None if zeros is None else zeros[half]
-        return _nibbles.start(x.code, x.kind, part, words, scales[half], zeros, r.x_ring.at[slot])
+        return _nibbles.start(x.code, x.kind, sums, words, scales[half], zeros, r.x_ring.at[slot, part], part)
 
     return _steps(x, r, first, ahead, add) if x.config.overlap == 1 else _overlapped(x, r, first, ahead, start)
 
 
-def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
+def _overlapped(x: Plan, r: Any, first, ahead, start) -> tuple:
     """`_steps` by several: one half is decoded while the other one multiplies, and all is waited for at their end."""
-    c, groups = x.config, 2
+    c, groups, last = x.config, 2, x.steps * x.parts - 1
 
     def release(k):
         _inline.release_reads()
@@ -515,15 +513,17 @@ def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
 
     def together(k, carry, count):
         (gate, up), now = carry
-        for i in range(count):
-            later = ahead(jnp.minimum(k + i + 1, x.steps - 1))
+        for i, part in [(i, part) for i in range(count) for part in range(x.parts)]:
+            later = ahead(jnp.minimum((k + i) * x.parts + part + 1, last))
             slot = lax.rem(first + k + i, i32(c.stages))
-            plgpu.barrier_wait(r.full.at[slot])
-            gate = start(slot, 0, _inline.settle(gate, groups) if i else gate, now)
-            if i:
+            if part == 0:
+                plgpu.barrier_wait(r.full.at[slot])
+            gate = start(slot, part, 0, _inline.settle(gate, groups) if i + part else gate, now)
+            if i + part:
                 up = _inline.settle(up, groups)
+            if i and part == 0:
                 release(k + i - 1)
-            up = start(slot, 1, up, now)
+            up = start(slot, part, 1, up, now)
             now = later
         gate, up = _inline.settle(gate, 0), _inline.settle(up, 0)
         release(k + count - 1)
@@ -536,7 +536,7 @@ def _overlapped(x: _Plan, r: Any, first, ahead, start) -> tuple:
     return (together(i32(whole * c.overlap), carry, rest) if rest else carry)[0]
 
 
-def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
     """With `staged` both halves of 32 inputs follow each other and share the scales of rows."""
     c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
 
@@ -546,40 +546,40 @@ def _sums8(x: _Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         return tuple(_nibbles.load_words(_lines(x, r.scale, half), expert, at, k) for half, at in enumerate(features))
 
     depth = max(2, min(8, 2 * PARTS[c.warpgroups] // c.tokens))
-    order = [(half, s) for half in range(2) for s in range(4)]
-    if c.staged:
-        order = [(half, s) for s in range(4) for half in range(2)]
+    order = [(i % 2, i // 2) if c.staged else (i // 4, i % 4) for i in range(8)]
 
-    def row(slot, s):
-        return plgpu.load(r.scale_ring.at[slot, s * x.row_scales // 4], layout=COLUMN, optimized=False)
+    def row(slot, part, s):
+        return plgpu.load(r.scale_ring.at[slot, (4 * part + s) * x.row_scales // 4], layout=COLUMN, optimized=False)
 
-    def add(slot, sums, now):
-        sums, todo, started, rows = list(sums), [*order], [], {}
-        powers = [_nibbles.load_powers(r.power_ring.at[slot, half, mine]) for half in range(2)] if c.staged else []
+    def add(slot, tiles, sums, now):
+        sums, todo, started = list(sums), [(tile, *at) for tile in tiles for at in order], []
+        rows, powers = {}, {}
 
         def start(over=None):
-            half, s = todo.pop(0)
+            tile, half, s = todo.pop(0)
+            if c.staged and (tile, half) not in powers:
+                powers[tile, half] = _nibbles.load_powers(r.power_ring.at[slot, tile, half, mine])
             words = r.w_ring.at[slot, half, mine]
-            started.append((half, s, _nibbles.start8(words, r.x_ring.at[slot], s, over)))
+            started.append((tile, half, s, _nibbles.start8(words, r.x_ring.at[slot, tile], s, over, tile)))
 
         for _ in range(depth):
             start()
         while started:
-            half, s, part = started.pop(0)
+            tile, half, s, part = started.pop(0)
             part = _inline.settle(part, len(started))
-            if not (c.staged and s in rows):
-                rows[s] = row(slot, s)
-            scaled = part * lax.broadcast_in_dim(rows[s], part.shape, [1])
-            power = powers[half][s] if c.staged else _nibbles.power(now[half], s)
+            if not (c.staged and (tile, s) in rows):
+                rows[tile, s] = row(slot, tile, s)
+            scaled = part * lax.broadcast_in_dim(rows[tile, s], part.shape, [1])
+            power = powers[tile, half][s] if c.staged else _nibbles.power(now[half], s)
             sums[half] = _inline.add_scaled(sums[half], power, scaled)
             if todo:
                 start(part)
         return tuple(sums)
 
-    return _steps(x, r, first, ahead, add)
+    return _steps(x, r, first, ahead, add, whole=c.staged and c.warpgroups == 2)  # four have too few registers
 
 
-def _finished(x: _Plan, r: Any, sums, expert, features, weights) -> tuple:
+def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
     """The epilogue: bias, activation, routing weight; float32, one [64, tokens] for each half or for both."""
     shape = sums[0].shape
     spread = None if weights is None else lax.broadcast_in_dim(weights, shape, [1])

@@ -240,8 +240,8 @@ def store_row(ref: Any, value: jax.Array) -> None:
     inline(emit)(ref, value)
 
 
-def store_transposed(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = value.T` for a 16-bit value [64, n] in the layout of wgmma and plain shared memory."""
+def store_transposed(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
+    """`ref[...] = value.T` for a 16-bit value [64, n] in the layout of wgmma, and plain memory or as `span` says."""
     if _mosaic.interpreting():
         ref[...] = value.T
         return
@@ -250,19 +250,24 @@ def store_transposed(ref: Any, value: jax.Array) -> None:
         del context
         thread = utils.thread_idx()
         row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
-        scatter(ref, value, row, 8)
+        scatter(ref, value, row, 8, swizzled)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span() if swizzled else ()), WGMMA))
     inline(emit)(ref, value)
 
 
-def scatter(ref, value, column, step: int) -> None:
-    """Instructions that write a value [64, n] transposed: the thread's first row to `column`, its second behind it."""
+def scatter(ref, value, column, step: int, swizzled: bool = False) -> None:
+    """Instructions that write a value [64, n] transposed: the thread's first row to `column`, its second behind it.
+
+    With `swizzled` lines of 64 16-bit numbers lie as `span` says.
+    """
     index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
     pair, count = bits(utils.thread_idx(), 0, 3, 1), value.shape[1] // 8
     for i, register in enumerate(value.registers.reshape(count, 2).flat):
-        where = arith.index_cast(index, arith.addi(column, utils.c(step * (i % 2), i32)))
+        plain = arith.addi(column, utils.c(step * (i % 2), i32))
         for half in range(2):
+            chunk = arith.shli(arith.addi(pair, utils.c(half, i32)), utils.c(3, i32))  # pair + half: line modulo 8
+            where = arith.index_cast(index, arith.xori(plain, chunk) if swizzled else plain)
             line = arith.index_cast(index, arith.addi(pair, utils.c(8 * (i // 2) + half, i32)))
             at = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, half)).result
             memref.store(llvm.extractelement(register, at), ref, [line, where])

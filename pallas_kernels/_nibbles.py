@@ -66,8 +66,8 @@ def unpacked(words: jax.Array, eight: bool) -> jax.Array:
     return permute(codes if eight else codes.astype(jnp.uint16))
 
 
-def store(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = permute(value.T)` for a 16-bit value [64, n] in the layout of wgmma and plain shared memory."""
+def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
+    """`ref[...] = permute(value.T)`, else as `_inline.store_transposed`."""
     if _mosaic.interpreting():
         ref[...] = permute(value.T)
         return
@@ -76,9 +76,9 @@ def store(ref: Any, value: jax.Array) -> None:
         del context
         thread = utils.thread_idx()
         i_j = arith.addi(_inline.bits(thread, 2, 3, 3), _inline.bits(thread, 4, 1, 0))
-        _inline.scatter(ref, value, arith.addi(i_j, _inline.bits(thread, 5, 3, 1)), 32)
+        _inline.scatter(ref, value, arith.addi(i_j, _inline.bits(thread, 5, 3, 1)), 32, swizzled)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _inline.WGMMA))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span() if swizzled else ()), _inline.WGMMA))
     inline(emit)(ref, value)
 
 
@@ -240,6 +240,35 @@ def load_lines(lines: Lines, expert: Any, row: Any, tile: Any, count: int, last:
     return _inlined(emit, lines.ref, (expert, row, tile), (count,), plgpu.Layout.WG_STRIDED((count,), 1))
 
 
+def prefetch_lines(lines: Lines, expert: Any, row: Any, count: int, last: int) -> None:
+    """Fetch what `load_lines` loads, over all inputs, to the L2 cache."""
+    if _mosaic.interpreting():
+        return
+    size = jnp.dtype(lines.ref.dtype).itemsize
+    length = lines.groups * size
+    lines_of = [*range(0, length, 128), *([length - 1] if length % 128 else [])]
+
+    def emit(context, ref, *at):
+        del context
+        expert, row = (x.registers.item() for x in at)
+        pointer, byte = utils.memref_ptr(ref), ir.IntegerType.get_signless(8)
+        thread, wide = utils.thread_idx(), ir.IntegerType.get_signless(64)
+        for first in range(0, count, 128):
+            start = arith.addi(row, arith.addi(_const(first), _inline.bits(thread, 6, 1, 6)))
+            line = arith.addi(arith.minsi(start, _const(last)), _inline.bits(thread, 0, FEATURES - 1, 0))
+            offset = arith.muli(lines.offset(expert, line), _const(size))
+            for ahead in lines_of:
+                there = arith.addi(offset, _const(ahead))
+                there = llvm.getelementptr(pointer.type, pointer, [there], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
+                given = [llvm.ptrtoint(wide, there)]
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"), given, "prefetch.global.L2 [$0];", "l", has_side_effects=True
+                )
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _inline.WGMMA, _inline.WGMMA))
+    inline(emit)(lines.ref, *(jnp.asarray(x, jnp.int32) for x in (expert, row)))
+
+
 def _word(lines, ref, first, tile):
     """Four bytes that begin at four times `tile` of the row whose first number is `first`, a vector of one."""
     pointer, value, G = utils.memref_ptr(ref), _const(0), lines.groups
@@ -344,6 +373,7 @@ def multiply(
     scales: Sequence[jax.Array],
     zeros: Sequence[jax.Array] | None,
     x: Any,
+    part: int = 0,
 ) -> tuple[jax.Array, ...]:
     """`sums + W x.T` of a tile of 128 inputs for each of some weights [64, 128], waited for at the end.
 
@@ -351,16 +381,17 @@ def multiply(
         code: kind "e2m1" (bfloat16, `lowered`) or "u4", two groups.
         kind: of the scales: "ue8m0", "e4m3" or "value", numbers of the code's dtype.
         sums: float32 [64, n] in the layout of wgmma, one for each weight.
-        words: uint8 [64, 64] in shared memory, swizzled by spans of 64 bytes.
+        words: uint8 [64, 64] or [64, 128] in shared memory, swizzled by spans of their rows.
         scales: of `load`.
         zeros: of `load`, None = 8.
         x: activations [2, n, 64], see `_inline.span`.
+        part: which 64 bytes of the rows of words.
     """
     n, count = sums[0].shape[1], len(sums)
     if _mosaic.interpreting():
         out = []
         for i in range(count):
-            codes = unpacked(words[i][...], False).astype(jnp.uint8)
+            codes = unpacked(_part(words[i], part), False).astype(jnp.uint8)
             scale = _spread(numbers(code, kind, scales[i]).astype(jnp.float32))
             w = _decode.values(code, codes, scale, None if zeros is None else _spread(zeros[i])).astype(code.dtype)
             y = jnp.concatenate([x[0], x[1]], 1)
@@ -371,9 +402,9 @@ def multiply(
     def emit(context, x, *given):
         del context
         parts = [given[i * count : (i + 1) * count] for i in range(4 if some else 3)]
-        return _Emitter(code, kind).products(x, *parts, n=n)
+        return _Emitter(code, kind, words[0].shape[1], part).products(x, *parts, n=n)
 
-    ref, flat = plgpu.RefType(_inline.span(64)), (*sums, *words, *scales, *(zeros or ()))
+    ref, flat = plgpu.RefType(_inline.span(words[0].shape[1])), (*sums, *words, *scales, *(zeros or ()))
     acc = _inline.WGMMA
     types = (acc,) * count + (ref,) * count + (acc,) * ((1 + some) * count)
     out = [plgpu.ShapeDtypeStruct(sums[0].shape, jnp.float32, layout=acc)] * count
@@ -382,23 +413,34 @@ def multiply(
 
 
 def start(
-    code: _decode.Code, kind: str, sums: jax.Array, words: Any, scales: jax.Array, zeros: jax.Array | None, x: Any
+    code: _decode.Code,
+    kind: str,
+    sums: jax.Array,
+    words: Any,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    x: Any,
+    part: int = 0,
 ) -> jax.Array:
     """`multiply` of one weight, only started: two groups of instructions, to be `_inline.settle`d."""
     if _mosaic.interpreting():
-        return multiply(code, kind, [sums], [words], [scales], None if zeros is None else [zeros], x)[0]
-    n = sums.shape[1]
+        return multiply(code, kind, [sums], [words], [scales], None if zeros is None else [zeros], x, part)[0]
+    n, width = sums.shape[1], words.shape[1]
 
     def emit(context, x, sums, words, scales, *zeros):
         del context
-        acc = _Emitter(code, kind).started(x, _inline.registers(sums), words, scales, *zeros, n=n)
+        acc = _Emitter(code, kind, width, part).started(x, _inline.registers(sums), words, scales, *zeros, n=n)
         return _inline.array(acc, n, jnp.float32)
 
     given, acc = () if zeros is None else (zeros,), _inline.WGMMA
-    types = (plgpu.RefType(_inline.span()), acc, plgpu.RefType(_inline.span(64)), acc, *(acc for _ in given))
+    types = (plgpu.RefType(_inline.span()), acc, plgpu.RefType(_inline.span(width)), acc, *(acc for _ in given))
     out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=acc)
     inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
     return inline(emit)(x, sums, words, scales, *given)
+
+
+def _part(words: Any, part: int) -> jax.Array:
+    return words[...][:, part * INPUTS // 2 : (part + 1) * INPUTS // 2]
 
 
 def _spread(columns: jax.Array) -> jax.Array:
@@ -415,9 +457,9 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 class _Emitter(_decode._Emitter):
     """The instructions of `multiply` and `start8`."""
 
-    def __init__(self, code: _decode.Code, kind: str):
+    def __init__(self, code: _decode.Code, kind: str, width: int, part: int):
         super().__init__(code)
-        self.kind = kind
+        self.kind, self.width, self.first = kind, width, 4 * part  # bytes of a row, its first chunk of 16 bytes
 
     def products(self, x, sums, words, scales, zeros=None, *, n: int):
         accs = [
@@ -437,7 +479,8 @@ class _Emitter(_decode._Emitter):
     def place(self):
         """Byte offset of the thread's first row, and what its chunks of 16 bytes are swizzled with."""
         thread = utils.thread_idx()
-        return arith.muli(_row(), self.const(64)), _inline.bits(thread, 3, 3, 0), self.masked(thread, 3)
+        swizzle = _inline.bits(thread, 3, 3, 0) if self.width == 64 else _inline.bits(thread, 2, 7, 0)
+        return arith.muli(_row(), self.const(self.width)), swizzle, self.masked(thread, 3)
 
     def lane_words(self, ref):
         """For both rows the four words of a lane."""
@@ -445,9 +488,9 @@ class _Emitter(_decode._Emitter):
         out = []
         for h in range(2):
             for b in range(2):
-                chunk = arith.xori(arith.addi(self.right(lane, 1), self.const(2 * b)), swizzle)
+                chunk = arith.xori(arith.addi(self.right(lane, 1), self.const(self.first + 2 * b)), swizzle)
                 at = arith.addi(arith.muli(chunk, self.const(16)), arith.muli(self.masked(lane, 1), self.const(8)))
-                out += self.load(ref, arith.addi(arith.addi(start, at), self.const(512 * h)), 8)
+                out += self.load(ref, arith.addi(arith.addi(start, at), self.const(8 * self.width * h)), 8)
         return out
 
     def columns(self, array):
@@ -483,9 +526,9 @@ class _Emitter(_decode._Emitter):
     def codes8(self, ref, s: int):
         """A operand of inputs 32 s to 32 s + 31: four registers of four E4M3 numbers, 2^-6 of E2M1's."""
         start, swizzle, lane = self.place()
-        chunk = arith.xori(self.const(s), swizzle)
+        chunk = arith.xori(self.const(self.first + s), swizzle)
         at = arith.addi(arith.addi(start, arith.muli(chunk, self.const(16))), arith.muli(lane, self.const(4)))
-        rows = [self.load(ref, arith.addi(at, self.const(512 * h)), 4)[0] for h in range(2)]
+        rows = [self.load(ref, arith.addi(at, self.const(8 * self.width * h)), 4)[0] for h in range(2)]
         even = [self.picked(self.right(w, -4), 0x80808080, self.masked(self.right(w, -2), 0x1C1C1C1C)) for w in rows]
         odd = [self.picked(w, 0x80808080, self.masked(self.right(w, 2), 0x1C1C1C1C)) for w in rows]
         return [*even, *odd]
@@ -510,26 +553,29 @@ class _Emitter(_decode._Emitter):
 _EIGHT = _decode.Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16), scale="value", groups=2, lowered=True)
 
 
-def start8(words: Any, x: Any, s: int, over: jax.Array | None = None) -> jax.Array:
+def start8(words: Any, x: Any, s: int, over: jax.Array | None = None, part: int = 0) -> jax.Array:
     """Start `2^-6 W x.T` over the inputs 32 s to 32 s + 31 of a tile: float32 [64, n], to be `_inline.settle`d.
 
     Args:
-        words: E2M1 codes, uint8 [64, 64] in shared memory, swizzled by spans of 64 bytes.
+        words: E2M1 codes, uint8 [64, 64] or [64, 128] in shared memory, swizzled by spans of their rows.
         x: float8_e4m3fn [n, 128] in the order of `permute`, see `_inline.span`.
         s: 0 to 3.
         over: a settled array that is used up by now, whose registers this one takes.
+        part: which 64 bytes of the rows of words.
     """
     n, at = x.shape[0], slice(s * GROUP, (s + 1) * GROUP)
     if _mosaic.interpreting():
-        codes = _decode.values(_EIGHT, unpacked(words[...], True)[:, at], None, None) * 2.0**-LIFT8
+        codes = _decode.values(_EIGHT, unpacked(_part(words, part), True)[:, at], None, None) * 2.0**-LIFT8
         return _product(codes, x[...][:, at])
+
+    width = words.shape[1]
 
     def emit(context, words, x, *over):
         del context
-        return _Emitter(_EIGHT, "ue8m0").issue8(words, x, s, _inline.registers(over[0]) if over else [], n)
+        return _Emitter(_EIGHT, "ue8m0", width, part).issue8(words, x, s, _inline.registers(over[0]) if over else [], n)
 
     given = () if over is None else (over,)
     out = plgpu.ShapeDtypeStruct((FEATURES, n), jnp.float32, layout=_inline.WGMMA)
-    types = (plgpu.RefType(_inline.span(64)), plgpu.RefType(_inline.span()), *(_inline.WGMMA for _ in given))
+    types = (plgpu.RefType(_inline.span(width)), plgpu.RefType(_inline.span()), *(_inline.WGMMA for _ in given))
     inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
     return inline(emit)(words, x, *given)

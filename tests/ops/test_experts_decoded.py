@@ -64,13 +64,20 @@ def steps_apart(a, b):
     ("T", "M", "F", "config", "options"),
     [
         (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
-        (9, 64, 192, SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True}, MEGAMOE),
+        (
+            9,
+            64,
+            192,
+            SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True, "inputs": 256},
+            MEGAMOE,
+        ),
         (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
         (9, 192, 64, SHARED, OSS),
         (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
         (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
-        (20, 320, 64, SORTED | {"overlap": 2, "cluster": 2}, OSS),
+        (20, 320, 64, SORTED | {"overlap": 2, "inputs": 256, "together": True}, OSS),
+        (9, 64, 128, SORTED | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
 )
 def test_every_path_of_the_kernel(T, M, F, config, options, rng):
@@ -95,11 +102,12 @@ def test_scales_decoded_by_who_loads_change_no_bit(rng):
     for name in ("w13_scale", "w2_scale"):
         args[name] = args[name].at[0, 3, 1].set(0).at[1, 190, 0].set(255)
     how = {"tokens": 8, "warpgroups": 4, "stages": 2, "eight": True}
-    found, wanted = (kernel(args, **how, staged=staged).view(np.int16) for staged in (True, False))
+    more = ({"staged": True, "inputs": 256}, {})
+    found, wanted = (kernel(args, **how, **options).view(np.int16) for options in more)
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("more", [{"overlap": 4}, {"cluster": 2, "stages": 4}])
+@pytest.mark.parametrize("more", [{"overlap": 4}, {"inputs": 256, "together": True}])
 def test_how_steps_follow_each_other_changes_no_bit(more, rng):
     args = random_inputs(rng, 12, 2, 3, 192, 64, format="mxfp4")
     found, wanted = (kernel(args, **SORTED | options).view(np.int16) for options in (more, {}))
@@ -170,8 +178,8 @@ def test_the_configurations_are_legal_and_fit_the_path():
             known = {name: args[name] for name in ("format", "act_group")}
             assert found
             assert all(legality.illegal(c, T, **known) is None for c in [default, *found])
-            assert default.shared == (T <= 64)
             assert default.eight == (T <= 64 and group == 32)
+            assert default.shared == (T <= 64 and not default.eight)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,7 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
         ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
         ({"encoder": True}, "encoder is for products with eight"),
-        ({"tokens": 24, "cluster": 2}, "cluster=2 needs tokens in multiples of 16, got 24"),
+        ({"inputs": 64}, "inputs must be 128 or 256, got 64"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"prefetch": -1}, "prefetch must not be negative, got -1"),
@@ -201,7 +209,10 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
     [
         (SHARED | {"tokens": 8}, "shared rows need tokens=16 for T=9, got 8"),
         (SHARED | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
-        ({"tokens": 128, "warpgroups": 4, "stages": 8}, "stages=8 needs .* bytes of shared memory, more than 232448"),
+        (
+            {"tokens": 128, "warpgroups": 4, "stages": 8},
+            "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(config, message, rng):
