@@ -17,8 +17,8 @@ from pallas_kernels._plans import Plan, Rows
 class Config:
     """`rows`: rows of one warpgroup.
 
-    With `late` weights are loaded only after the sum of squares. With `packed` numbers of 16 bits wait as such for sum and
-    largest magnitude, in fewer registers. With `free` warps do not wait for each other around their stores of long rows.
+    With `late` weights are loaded only after the sum of squares. With `packed` numbers of 16 bits wait as such for sum
+    and largest magnitude, in fewer registers. With `free` warps do not wait for each other around stores of long rows.
     """
 
     rows: int
