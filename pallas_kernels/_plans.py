@@ -202,7 +202,9 @@ type Process = Callable[..., Iterator[None]]
 """`process(rows, *refs)`, a generator: what it does before its only `yield` (loads) comes first for all rows."""
 
 
-def run(plan: Plan, process: Process, arrays, types, *, rows: int, name: str, shared=(), free=False):
+def run(
+    plan: Plan, process: Process, arrays, types, *, rows: int, name: str, shared=(), free: bool = False
+) -> Sequence[jax.Array]:
     """Run `process` over the rows of arrays and outputs, as tiles or as lines.
 
     Args:
@@ -214,9 +216,6 @@ def run(plan: Plan, process: Process, arrays, types, *, rows: int, name: str, sh
         name: of the kernel in profiles.
         shared: further inputs, whole.
         free: see `_frames.launch_lines`.
-
-    Returns:
-        The outputs.
     """
     line = plan.line
     if line is None:

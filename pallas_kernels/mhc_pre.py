@@ -443,6 +443,7 @@ def mixers(range_: Range, C: int, M: int, span: int) -> tuple[int, Callable[...,
     starts = range(0, M, span)
 
     def mix(index, x_ref, o_ref, of_gates, eps, rms_eps):
+        parts_ref, squares_ref, scale_ref, base_ref = of_gates
         turn, index = (lax.div(index, jnp.int32(N)), lax.rem(index, jnp.int32(N))) if levels > 1 else (0, index)
         token, level = N - 1 - index, levels - 1 - turn
         row = range_.token + token
@@ -452,7 +453,7 @@ def mixers(range_: Range, C: int, M: int, span: int) -> tuple[int, Callable[...,
             return [plgpu.load(x_ref.at[row, columns], layout=kind, optimized=False) for columns in here]
 
         early = [load(start) for start in starts[:_EARLY]]
-        gates = _input_gates(C, M, token, *of_gates, eps, rms_eps)
+        gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
         for i, start in enumerate(starts):
             early += [load(later) for later in starts[i + _EARLY : i + _EARLY + 1]]
             out = early[i][0].astype(f32) * gates[0]

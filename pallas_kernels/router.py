@@ -106,6 +106,7 @@ def router(
         bias_ref, (weights_ref, ids_ref, scratch) = refs[: len(inputs) - 1], refs[len(inputs) - 1 :]
         at = pl.ds(lax.axis_index("block") * block, block)
         x = _bounded(plgpu.load(logits_ref.at[at], layout=layout, optimized=False), layout)
+        beyond = None
         if filled:
             part = plgpu.broadcasted_iota(i32, shape, 1, layout=layout)
             beyond = part * width + plgpu.broadcasted_iota(i32, shape, 2, layout=layout) >= real
@@ -116,7 +117,7 @@ def router(
             choice = jnp.where(scores < _TINY, rest, scores)
         else:
             choice = chosen_by(scores, bias_ref[0])
-        choice = struck(choice, beyond) if filled else choice
+        choice = choice if beyond is None else struck(choice, beyond)
         options = {"top_k": top_k, "renormalize": renormalize, "scaling": scaling}
         options |= {"kept": kept_groups if num_groups > 1 else None, "pairs": bias is not None}
         _router_heads.choose(weights_ref.at[at], ids_ref.at[at], scratch, scores, choice, layout=layout, **options)
