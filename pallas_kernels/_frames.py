@@ -345,10 +345,12 @@ def launch_lines(
     rows: int,
     name: str,
     shared: Sequence[jax.Array] = (),
+    free: bool = False,
 ) -> Sequence[jax.Array]:
     """Run `process(rows of one warpgroup, *refs)` over the leading dimension N of arrays and outputs.
 
-    `process` gets a list of `rows` row indices; in the last warpgroup the last row may come more than once.
+    `process` gets a list of `rows` row indices; in the last warpgroup the last row may come more than once. If `free`,
+    no thread reads what another one wrote, and warps do not wait for each other around their stores.
     """
     N = arrays[0].shape[0]
     if not N:
@@ -359,5 +361,7 @@ def launch_lines(
         process([jnp.minimum(first + j, N - 1) if N % rows and j else first + j for j in range(rows)], *refs)
 
     body.__name__ = name
-    call = plgpu.kernel(body, out_type=list(out_type), grid=(-(-N // rows),), grid_names=("line",))
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=free)
+    grid = {"grid": (-(-N // rows),), "grid_names": ("line",)}
+    call = plgpu.kernel(body, out_type=list(out_type), compiler_params=params, **grid)
     return call(*arrays, *shared)

@@ -163,45 +163,38 @@ DS_MLA = Frame((4, 128), 4, narrow=False)
 DS_MLA_BYTES = 512 + 4 * 4 + 2 * 64
 
 
-def put_ds_mla(cache: Any, slot: Any, x: jax.Array, rotary: Any, token: Any) -> None:
+def put_ds_mla(cache: Any, slot: Any, x: jax.Array, rotary: Any) -> None:
     """Write a token's row of 656 bytes.
 
     Args:
         cache: uint8 [slots, 656] in global memory.
         slot: int32.
         x: float32 numbers [4, 128] as `DS_MLA` holds them, not yet rounded to bfloat16.
-        rotary: bfloat16 [N, 64] in global memory; row `token` is copied. Or that row, as `load_ds_mla_rotary` gives it.
-        token: int32, None for a row.
+        rotary: bfloat16 [64], as `load_ds_mla_rotary` gives it.
     """
     x = _codes.rounded(x, jnp.bfloat16)
     limit = _codes.LIMITS[_codes.E4M3]
     scales = jnp.maximum(DS_MLA.divide_rows(DS_MLA.largest([x]), limit), DS_MLA.full(_codes.TINY))
     codes = float8_bytes(DS_MLA.divide(x, scales))
     if _mosaic.interpreting():
-        parts = (codes, scales, rotary if token is None else rotary[token])
+        parts = (codes, scales, rotary)
         parts = [lax.bitcast_convert_type(a, jnp.uint8).reshape(-1) for a in parts]
         cache[slot] = jnp.concatenate(parts)
         return
-    splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
-    def emit(context, cache, rotary, codes, scales, slot, *token):
+    def emit(context, cache, rotary, codes, scales, slot):
         del context
         thread = Thread()
-        [code], [scale] = (_words.words_of(x) for x in (codes, scales))
+        [code], [scale], [turned] = (_words.words_of(x) for x in (codes, scales, rotary))
         row = Memory(cache).wide(_words.scalar(slot), DS_MLA_BYTES)
         row.at((thread.warp << 7) + (thread.lane << 2)).store(0, code, 4)
         row.at(thread.warp << 2).store(512, scale, 4)
         # each warp copies the rotary part
-        if token:
-            turned = Memory(rotary).wide(_words.scalar(token[0]), 2 * 64).at(thread.lane << 2).load(0, 4)
-        else:
-            [turned] = _words.words_of(rotary)
         row.at(thread.lane << 2).store(528, turned, 4)
 
-    more = () if token is None else (token,)
-    types = (ref, ref if more else PAIRS, DS_MLA.numbers, DS_MLA.shared, splat, *(splat for _ in more))
+    types = (plgpu.RefType(), PAIRS, DS_MLA.numbers, DS_MLA.shared, plgpu.Layout.WG_SPLAT)
     inline: Any = plgpu.inline_mgpu(arg_types=types)
-    inline(emit)(cache, rotary, codes, scales, slot, *more)
+    inline(emit)(cache, rotary, codes, scales, slot)
 
 
 PAIRS = Frame((4, 64), 2, narrow=True).numbers.reduce(0)

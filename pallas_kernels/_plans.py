@@ -202,7 +202,9 @@ type Process = Callable[..., Iterator[None]]
 """`process(rows, *refs)`, a generator: what it does before its only `yield` (loads) comes first for all rows."""
 
 
-def run(plan: Plan, process: Process, arrays, types, *, rows: int, name: str, shared=()) -> Sequence[jax.Array]:
+def run(
+    plan: Plan, process: Process, arrays, types, *, rows: int, name: str, shared=(), free: bool = False
+) -> Sequence[jax.Array]:
     """Run `process` over the rows of arrays and outputs, as tiles or as lines.
 
     Args:
@@ -213,6 +215,7 @@ def run(plan: Plan, process: Process, arrays, types, *, rows: int, name: str, sh
         rows: of a tile or of a warpgroup's lines.
         name: of the kernel in profiles.
         shared: further inputs, whole.
+        free: see `_frames.launch_lines`.
     """
     line = plan.line
     if line is None:
@@ -231,7 +234,7 @@ def run(plan: Plan, process: Process, arrays, types, *, rows: int, name: str, sh
             for _ in one:
                 pass
 
-    return _frames.launch_lines(lines, arrays, types, rows=rows, name=name, shared=shared)
+    return _frames.launch_lines(lines, arrays, types, rows=rows, name=name, shared=shared, free=free)
 
 
 def encode(coder: Coder, count: int = 0) -> Process:

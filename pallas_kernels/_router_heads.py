@@ -8,7 +8,7 @@ the interpreter).
 
 import functools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from pallas_kernels import _exact, _mosaic, _words
 from pallas_kernels._mosaic import arith, gpu_utils, ir, llvm
 from pallas_kernels._words import Memory, Thread, Word
 
-WARPS, WARP_LANES, PART_LANES = 4, 32, 4
+WARP_LANES, PART_LANES = 32, 4
 _MAGNITUDE = 2**31 - 1
 _LOST = -(2**31)
 """The key of what was chosen: below that of -inf."""
@@ -54,7 +54,7 @@ def choose(
     renormalize: bool,
     scaling: float,
 ) -> None:
-    """Write the weights and ids of a block's tokens, one or two a warp, which take their steps side by side.
+    """Write the weights and ids of a block's tokens, one a warp.
 
     Args:
         weights_ref: float32 [tokens, top_k] in global memory.
@@ -70,33 +70,26 @@ def choose(
         scaling: of the weights.
     """
     tokens, parts, width = scores.shape
-    vec, rows, count = layout.to_mgpu().vector_length, tokens // WARPS, width // PART_LANES
+    vec, count = layout.to_mgpu().vector_length, width // PART_LANES
     options = {"top_k": top_k, "kept": kept, "pairs": pairs, "renormalize": renormalize, "scaling": scaling}
     offsets = [PART_LANES * vec * (i // vec) + i % vec for i in range(count)]
-    share = WARP_LANES // rows
     if _mosaic.interpreting():
-        warps: list[Any] = [_Plain(scores.reshape(tokens, -1)[row::rows], width, vec) for row in range(rows)]
-        numbers = choice.reshape(WARPS, rows, parts, -1, PART_LANES, vec).transpose(1, 3, 5, 0, 2, 4)
-        numbers = numbers.reshape(rows, count, WARPS, WARP_LANES)
-        for ref, x in zip((weights_ref, ids_ref), _route(warps, numbers, offsets, **options), strict=True):
-            _mosaic.store(ref, x.reshape(tokens, share)[:, :top_k])
+        numbers = choice.reshape(tokens, parts, -1, PART_LANES, vec).transpose(2, 4, 0, 1, 3)
+        numbers = numbers.reshape(count, tokens, WARP_LANES)
+        results = _route(_Plain(scores.reshape(tokens, -1), width, vec), numbers, offsets, **options)
+        for ref, x in zip((weights_ref, ids_ref), results, strict=True):
+            _mosaic.store(ref, x[:, :top_k])
         return
 
     def emit(context, weights_ref, ids_ref, scores_ref, scores, choice):
         del context
-        warps = [_Device(scores_ref, row, rows, parts * width, width, vec) for row in range(rows)]
-        registers = scores.registers.reshape(-1, rows)
-        for row, warp in enumerate(warps):
-            warp.keep(registers[:, row], vec)
+        warp = _Device(scores_ref, parts * width, width, vec)
+        warp.keep(scores.registers.flat, vec)
         gpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
-        words = _words.words_of(choice)
-        numbers = [[words[(i // vec * rows + row) * vec + i % vec] for i in range(count)] for row in range(rows)]
-        results = _route(warps, numbers, offsets, **options)
-        lane, warp = warps[0].lane, Thread().warp
-        slot = lane & (share - 1)
-        place = ((warp * rows + (lane >> (share.bit_length() - 1))) * top_k + slot) << 2
+        results = _route(warp, _words.words_of(choice), offsets, **options)
+        place = (Thread().warp * top_k + warp.lane) << 2
         for ref, x in zip((weights_ref, ids_ref), results, strict=True):
-            Memory(ref).at(place).store_if(_words.less(slot, top_k), x)
+            Memory(ref).at(place).store_if(_words.less(warp.lane, top_k), x)
 
     ref = plgpu.RefType()
     inline: Any = plgpu.inline_mgpu(arg_types=(ref, ref, ref, layout, layout))
@@ -140,48 +133,28 @@ def _log1p(u: Word) -> Word:
 
 
 # ---------------------------------------------------------------- the choice
-def _route(warps, numbers, offsets, *, top_k, kept, pairs, renormalize, scaling) -> tuple[Any, Any]:
-    """(weight, id) of expert number i of token number t of the warp in lane i of the t-th share of its lanes."""
-    chosen = _side_by_side([_choose(w, x, offsets, top_k, kept, pairs) for w, x in zip(warps, numbers, strict=True)])
-    weights = [[w.score(i) for i in ids] for w, ids in zip(warps, chosen, strict=True)]
-    warp, share = warps[0], WARP_LANES // len(warps)
-    places = [(t, i) for t in range(len(warps)) for i in range(top_k)]
-    mine = [warp.same(warp.lane, warp.integer(t * share + i)) for t, i in places]
+def _route(warp, numbers, offsets, *, top_k, kept, pairs, renormalize, scaling) -> tuple[Any, Any]:
+    """(weight, id) of expert number i of the warp's token in lane i."""
+    chosen = _choose(warp, numbers, offsets, top_k, kept, pairs)
+    weights = [warp.score(i) for i in chosen]
+    mine = [warp.same(warp.lane, warp.integer(i)) for i in range(top_k)]
 
-    def spread(lots):
-        out = lots[0][0]
-        for here, (t, i) in list(zip(mine, places, strict=True))[1:]:
-            out = warp.select(here, lots[t][i], out)
+    def spread(lot):
+        out = lot[0]
+        for here, x in list(zip(mine, lot, strict=True))[1:]:
+            out = warp.select(here, x, out)
         return out
 
     weight = spread(weights)
     if renormalize:
-        totals = [functools.reduce(warp.add, lot) for lot in weights]
-        total = totals[0]
-        if len(totals) == 2:
-            total = warp.select(warp.below(warp.lane, warp.integer(share)), *totals)
+        total = functools.reduce(warp.add, weights)
         total = warp.select(warp.above(total, warp.number(0)), total, warp.number(1))
         weight = warp.divide(weight, total)
     return warp.multiply(weight, warp.number(scaling)), spread(chosen)
 
 
-def _side_by_side(choices: Sequence[Generator[Any, Any, list[Any]]]) -> list[list[Any]]:
-    """What the generators return; where all of them ask for numbers to be looked through again, it is one branch."""
-    replies: list[Any] = [None] * len(choices)
-    out = []
-    while not out:
-        requests = []
-        for choice, reply in zip(choices, replies, strict=True):
-            try:
-                requests.append(choice.send(reply))
-            except StopIteration as end:
-                out.append(end.value)
-        replies = requests[0][0].when([request[1:] for request in requests]) if requests else []
-    return out
-
-
-def _choose(warp, numbers, offsets, top_k, kept, pairs) -> Generator[Any, Any, list[Any]]:
-    """The ids, the same in every lane. Asks for (warp, condition, what to make where it holds, else)."""
+def _choose(warp, numbers, offsets, top_k, kept, pairs) -> list[Any]:
+    """The ids, the same in every lane."""
     lowest = warp.number(-math.inf)
     (best, at), (other, beside) = _two_best(warp, numbers, offsets)
     if kept is not None:
@@ -210,7 +183,7 @@ def _choose(warp, numbers, offsets, top_k, kept, pairs) -> Generator[Any, Any, l
                 return _key(warp, best), warp.first + at, _key(warp, other), warp.first + beside
 
             empty = warp.both(lost, warp.same(head, warp.integer(_LOST)))
-            head, mine, second, follower = yield warp, empty, again, (head, mine, second, follower)
+            head, mine, second, follower = warp.when(empty, again, (head, mine, second, follower))
 
 
 def _two_best(warp, numbers: Sequence[Any], offsets: Sequence[int]) -> Any:
@@ -268,13 +241,13 @@ def _unsigned(warp, bits):
 class _Device:
     """Instructions on the words of this thread; float32 numbers are words as well."""
 
-    def __init__(self, memory: Any, row: int, rows: int, size: int, width: int, vec: int):
+    def __init__(self, memory: Any, size: int, width: int, vec: int):
         thread = Thread()
         self.lane = thread.lane
         self.first = thread.group * width + thread.column * vec
-        self._scores = Memory(memory).at((thread.warp * rows + row) * (4 * size))
+        self._scores = Memory(memory).at(thread.warp * (4 * size))
 
-    def keep(self, registers: Sequence[Any], vec: int) -> None:
+    def keep(self, registers: Iterable[Any], vec: int) -> None:
         """Write the scores of this lane, for `score`."""
         own = self._scores.at(self.first << 2)
         for i, register in enumerate(registers):
@@ -336,21 +309,15 @@ class _Device:
         text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
         return Word(_together(text, x, lane))
 
-    def when(self, requests: Sequence[Any]) -> list[list[Word]]:
-        """For (condition, make, old): what `make()` makes where the condition holds, else `old`."""
-        condition = functools.reduce(arith.ori, [wanted for wanted, _, _ in requests])
-        before = [x.value for _, _, old in requests for x in old]
+    def when(self, condition: Any, make: Callable[[], Sequence[Word]], old: Sequence[Word]) -> list[Word]:
+        """What `make()` makes where the condition holds, else `old`."""
+        before = [x.value for x in old]
         branch = gpu_utils.scf.IfOp(condition, [x.type for x in before], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            after = []
-            for wanted, make, old in requests:
-                new = make()
-                after += new if len(requests) == 1 else [_words.select(wanted, *x) for x in zip(new, old, strict=True)]
-            gpu_utils.scf.YieldOp([x.value for x in after])
+            gpu_utils.scf.YieldOp([x.value for x in make()])
         with ir.InsertionPoint(branch.else_block):
             gpu_utils.scf.YieldOp(before)
-        results = iter([Word(x) for x in branch.results])
-        return [[next(results) for _ in old] for _, _, old in requests]
+        return [Word(x) for x in branch.results]
 
 
 def _float(instruction: str, *operands: Word) -> Word:
@@ -422,5 +389,5 @@ class _Plain:
     def from_lane(self, x: jax.Array, lane: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, lane, 1)
 
-    def when(self, requests: Sequence[Any]) -> list[list[jax.Array]]:
-        return [[jnp.where(wanted, *x) for x in zip(make(), old, strict=True)] for wanted, make, old in requests]
+    def when(self, condition: jax.Array, make: Callable[[], Sequence[Any]], old: Sequence[Any]) -> list[jax.Array]:
+        return [jnp.where(condition, *x) for x in zip(make(), old, strict=True)]

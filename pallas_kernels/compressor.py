@@ -1,11 +1,12 @@
 """The compressor of DeepSeek-V4 on Mosaic GPU, in place: two launches, see `jaxattn.ops.compressor`.
 
-The first leaves every token's numbers in the state. The second has a thread block for each token, which goes on where a
-window ends: eight rows of the window at a time, each channel in one lane, then norm, rotation and the cache's format.
+The first leaves every token's numbers in the state; it loads them before it knows their place, all before it stores
+any. The second has a thread block for each token, which goes on where a window ends: eight rows of the window at a
+time, values and scores at once if there are no more, each channel in one lane, then norm, rotation by angles that it
+looks up itself, and the cache's format.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,15 +33,7 @@ f32, i32 = jnp.float32, jnp.int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_packed_rows.Config):
-    """As that of `_packed_rows`, of the first launch.
-
-    With `table` the second launch looks its angles up itself, in a float32 table, instead of two launches before it.
-    With `ahead` the first launch loads a token's numbers before it knows their place, all before it stores any, and
-    warps do not wait for each other around their stores; the second loads a short window, values and scores, at once.
-    """
-
-    table: bool = False
-    ahead: bool = False
+    """As that of `_packed_rows`, of the first launch."""
 
 
 def why_not(*, kv, ape, weight, cos_sin, state_table, cache, format, **_) -> str | None:
@@ -66,11 +59,9 @@ def default_config(**_) -> Config:
     return Config()
 
 
-def configs(*, cos_sin, **_) -> Iterable[Config]:
+def configs(**_) -> Iterable[Config]:
     """All legal configurations."""
-    tables = (False, True) if jnp.dtype(cos_sin.dtype) == f32 else (False,)
-    ways = itertools.product(Config.choices(), tables, (False, True))
-    return [dataclasses.replace(config, table=table, ahead=ahead) for config, table, ahead in ways]
+    return Config.choices()
 
 
 def compressor(
@@ -92,13 +83,11 @@ def compressor(
     eps,
 ):
     """Launch; arguments as prepared by `jaxattn.ops.compressor`."""
-    if config.table and jnp.dtype(cos_sin.dtype) != f32:
-        raise ValueError(f"compressor: table=True needs a float32 table, got {jnp.dtype(cos_sin.dtype).name}")
     if not len(kv):
         return cache, state
     state = _save(kv, score, ape, positions, request, state, state_table, config)
     entries = positions, request, cache_slots, state_table
-    return _compress(config, state, entries, ape.shape[0], weight, cos_sin, cache, format, page, eps), state
+    return _compress(state, entries, ape.shape[0], weight, cos_sin, cache, format, page, eps), state
 
 
 def _slot(table: Any, owner: Any, position: Any, spage: int, pages: int) -> tuple[Any, Any, Any]:
@@ -121,23 +110,15 @@ def _save(kv, score, ape, positions, request, state, table, config: Config):
             def load(ref, row):
                 return [line.frame.load(line.at(ref, row, start)) for start in line.starts]
 
-            early = [load(ref, n) for ref in (kv_ref, score_ref)] if config.ahead else []
+            early = [load(ref, n) for ref in (kv_ref, score_ref)]
             position = positions_ref[n]
             there, number, place = _slot(table_ref, request_ref[n], position, spage, SP)
-
             early = [[_packed_rows.held(x, line.frame.numbers) for x in pieces] for pieces in early]
 
             @pl.when(there)
             def _():
                 late = lax.rem(position, i32(ratio))
-                pieces = zip(line.starts, *early, load(ape_ref, late), strict=True) if early else ()
-                for start, value, more, bias in pieces:
-                    put(state_ref.at[number, place], start, value, more + bias)
-                for start in () if early else line.starts:
-                    value, more, bias = (
-                        line.frame.load(line.at(ref, row, start))
-                        for ref, row in ((kv_ref, n), (score_ref, n), (ape_ref, late))
-                    )
+                for start, value, more, bias in zip(line.starts, *early, load(ape_ref, late), strict=True):
                     put(state_ref.at[number, place], start, value, more + bias)
 
         def put(row, start, value, score):
@@ -154,13 +135,13 @@ def _save(kv, score, ape, positions, request, state, table, config: Config):
         grid_names=("block",),
         kernel_name="compressor_state",
         # no thread reads what it writes
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.ahead),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     read = positions, request, table, kv, score, ape
     return _packed_rows.in_place(lambda ref: launch(*read, ref), [state])[0]
 
 
-def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format: str, page: int | None, eps: float):
+def _compress(state, entries, ratio: int, weight, cos_sin, cache, format: str, page: int | None, eps: float):
     """The cache with the entries of the windows that end."""
     positions, request, slots, table = entries
     (N,), (SP, spage, width), D = positions.shape, state.shape, weight.shape[0]
@@ -168,16 +149,9 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
     (blocks, unit), W, S = frame.shape, width // 2, cache.shape[0] * size
     count = W // D * ratio
     chunks = count // _TOGETHER
-    if config.table:
-        of_angles = [cos_sin]
-    else:
-        of_angles = _rotary.angles(cos_sin, positions - (ratio - 1))
-    if D != 512 and not config.table:  # rows of the frame are shorter than the rotary part
-        of_angles = [jnp.pad(x, ((0, 0), (D - _ROTARY, 0))).reshape(N, *frame.shape) for x in of_angles]
     view, put = _writer(cache, format, size, frame)
 
-    def body(positions_ref, request_ref, slots_ref, table_ref, state_ref, weight_ref, *refs):
-        angles, cache_ref, scratch = refs[: len(of_angles)], refs[len(of_angles)], refs[len(of_angles) + 1 :]
+    def body(positions_ref, request_ref, slots_ref, table_ref, state_ref, weight_ref, angles_ref, cache_ref, *scratch):
         n = lax.axis_index("token")
         last, slot, owner = positions_ref[n], slots_ref[n], request_ref[n]
         ends = (last >= 0) & (lax.rem(last + 1, i32(ratio)) == 0)
@@ -207,7 +181,7 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
                 return list(range(count)) if early else [j + m * chunks for m in range(_TOGETHER)]
 
             early = {}
-            if config.ahead and chunks == 1:
+            if chunks == 1:
                 # conditions become masks: there are fewer predicates than rows, so that the first row would be waited
                 # for, and its predicate be free again, before the others are loaded
                 found = [(jnp.where(there, -1, 0), *place) for there, *place in map(place_of, range(count))]
@@ -247,10 +221,7 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
             scale = _frames.wide(frame.load(weight_ref))
             x = mixed * frame.spread(_inverse_root(frame, mixed, eps)) * scale
             block = plgpu.broadcasted_iota(i32, frame.shape, 0, layout=frame.numbers)
-            if config.table:
-                cos, sin = _factors(frame, angles[0], last - (ratio - 1))
-            else:
-                cos, sin = (_factor(frame, ref.at[n]) for ref in angles)
+            cos, sin = _factors(frame, angles_ref, last - (ratio - 1))
             turned = _rotary.turned(x, cos, sin, frame.numbers)
             x = jnp.where(block >= blocks - _ROTARY // unit, turned, x)
             put(cache_ref, slot, x)
@@ -264,7 +235,7 @@ def _compress(config, state, entries, ratio: int, weight, cos_sin, cache, format
         kernel_name="compressor",
     )
     states = state.reshape(SP, spage, width // unit, unit)
-    read = positions, request, slots, table, states, weight.reshape(frame.shape), *of_angles
+    read = positions, request, slots, table, states, weight.reshape(frame.shape), cos_sin.astype(f32)
     return _packed_rows.in_place(lambda ref: launch(*read, ref), [view])[0].reshape(cache.shape)
 
 
@@ -303,14 +274,6 @@ def _factors(frame: Frame, table: Any, position: Any) -> tuple[jax.Array, ...]:
         return _rotary.from_table(table, position, frame.shape, frame.numbers)
     found = _rotary.from_table(table, position, (_ROTARY,), frame.numbers.reduce(0))
     return tuple(lax.broadcast_in_dim(x, frame.shape, [1]) for x in found)
-
-
-def _factor(frame: Frame, ref: Any) -> jax.Array:
-    """Angles of an entry: [64], for every row of V4's frame, or as the frame has them."""
-    if len(ref.shape) == 2:
-        return frame.load(ref)
-    values = plgpu.load(ref, layout=frame.numbers.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(values, frame.shape, [1])
 
 
 def _writer(cache, format: str, page: int, frame: Frame) -> tuple[jax.Array, Callable[..., None]]:

@@ -1,7 +1,7 @@
 """Writes of latent rows into a paged cache on Mosaic GPU, in place; see `jaxattn.ops.latent_cache_write`.
 
-One thread block a token. Packed rows are written by `_packed_rows`; the others are lines, whose pieces go to the slot
-as they are, or divided by the scale.
+A thread block loads the numbers of its tokens before it knows their slots. Packed rows are written by `_packed_rows`;
+the others are lines, whose pieces go to the slot as they are, or divided by the scale.
 """
 
 import dataclasses
@@ -19,12 +19,7 @@ from pallas_kernels import _plans as plans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_packed_rows.Config):
-    """As that of `_packed_rows`.
-
-    With `ahead` a thread block loads the numbers of all its tokens before it knows their slots.
-    """
-
-    ahead: bool = False
+    """As that of `_packed_rows`, but that the tokens of a block are loaded together."""
 
 
 def why_not(*, latent, rotary, cache, format, page, **_) -> str | None:
@@ -50,7 +45,7 @@ def default_config(**_) -> Config:
 
 def configs(**_) -> Iterable[Config]:
     """All legal configurations."""
-    return [dataclasses.replace(config, ahead=ahead) for config in Config.choices() for ahead in (False, True)]
+    return Config.choices()
 
 
 def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, scale, page):
@@ -64,21 +59,11 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
         flat = cache.reshape(cache.shape[0], -1, 32)
     else:
         flat = cache if page is not None else cache.reshape(S, cache.shape[2])
-    load, hold, write, arrays = _WRITERS.get(format, _line)(latent, rotary, scale, size, config.ahead)
+    load, hold, write, arrays = _WRITERS.get(format, _line)(latent, rotary, scale, size)
 
     def body(slots_ref, *refs):
         *inputs, cache_ref = refs
 
-        def one(token):
-            slot = slots_ref[token]
-
-            @pl.when((slot >= 0) & (slot < S))
-            def _():
-                write(slot, load(token, inputs), inputs, cache_ref)
-
-        if not config.ahead:
-            _packed_rows.each_token(tokens, N, one)
-            return
         block = [lax.axis_index("block") * tokens + j for j in range(tokens)]
         inside = [(token, jnp.minimum(token, N - 1)) if N % tokens else (0, token) for token in block]
         loaded = [(slots_ref[token], load(token, inputs)) for _wanted, token in inside]
@@ -95,8 +80,8 @@ def latent_cache_write(*, config: Config, latent, rotary, cache, slots, format, 
     return written.reshape(cache.shape)
 
 
-def _v4(latent, rotary, scale, page, ahead):
-    del scale, ahead
+def _v4(latent, rotary, scale, page):
+    del scale
     x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.V4.shape)
 
     def load(token, inputs):
@@ -112,17 +97,17 @@ def _v4(latent, rotary, scale, page, ahead):
     return load, hold, write, [x]
 
 
-def _ds_mla(latent, rotary, scale, page, ahead):
+def _ds_mla(latent, rotary, scale, page):
     del scale, page
 
     def load(token, inputs):
         numbers = _packed_rows.DS_MLA.load(inputs[0].at[token])
-        return numbers, _packed_rows.load_ds_mla_rotary(inputs[1], token) if ahead else token
+        return numbers, _packed_rows.load_ds_mla_rotary(inputs[1], token)
 
     def write(slot, loaded, inputs, cache):
-        numbers, which = loaded
-        rotary = (which, None) if ahead else (inputs[1], which)
-        _packed_rows.put_ds_mla(cache, slot.astype(jnp.int32), _frames.wide(numbers), *rotary)
+        del inputs
+        numbers, rotary = loaded
+        _packed_rows.put_ds_mla(cache, slot.astype(jnp.int32), _frames.wide(numbers), rotary)
 
     def hold(loaded):
         numbers, rotary = loaded
@@ -134,8 +119,8 @@ def _ds_mla(latent, rotary, scale, page, ahead):
 def _key(put: Callable[..., None]) -> Callable[..., Any]:
     """Keys of the indexer."""
 
-    def prepared(latent, rotary, scale, page, ahead):
-        del scale, ahead
+    def prepared(latent, rotary, scale, page):
+        del scale
         x = jnp.concatenate([latent, rotary], 1).reshape(-1, *_packed_rows.INDEXER.shape)
 
         def load(token, inputs):
@@ -153,8 +138,8 @@ def _key(put: Callable[..., None]) -> Callable[..., Any]:
     return prepared
 
 
-def _line(latent, rotary, scale, page, ahead):
-    del page, ahead
+def _line(latent, rotary, scale, page):
+    del page
     x = jnp.concatenate([latent, rotary], 1)
     line = _frames.line(x.shape[1], x.dtype)
     assert not isinstance(line, str), line

@@ -22,13 +22,9 @@ _COLUMNS = (256, 512, 1024, 2048)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`columns` of a token's streams for one warpgroup.
-
-    With `free` its warps do not wait for each other around their stores.
-    """
+    """`columns` of a token's streams for one warpgroup."""
 
     columns: int
-    free: bool = False
 
     def __post_init__(self):
         if self.columns not in _COLUMNS:
@@ -62,7 +58,7 @@ def default_config(*, residual, **_) -> Config:
 def configs(*, residual, **_) -> Iterable[Config]:
     """All legal widths."""
     legal = _legal(residual.shape[2], jnp.dtype(residual.dtype).itemsize)
-    return [Config(columns=c, free=free) for free in (False, True) for c in legal]
+    return [Config(columns=c) for c in legal]
 
 
 def layout(columns: int, itemsize: int):
@@ -100,7 +96,6 @@ def mhc_post(*, config: Config, residual, y, post, comb):
         grid=(M // columns, N),
         grid_names=("part", "token"),
         kernel_name="mhc_post",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),  # no thread reads what it writes
     )(residual.reshape(N * C, M), y, post.reshape(-1), comb.reshape(-1)).reshape(N, C, M)
 
 

@@ -1,12 +1,14 @@
 """Gates and layer input of hyper-connections on Mosaic GPU (Hopper), see `jaxattn.ops.mhc_pre`.
 
-Two launches. `_products` multiplies streams and weights on tensor cores and adds up squares: bfloat16 times a float32
+Two launches. `products` multiplies streams and weights on tensor cores and adds up squares: bfloat16 times a float32
 weight is exact as three bfloat16 products, and the sums of every 64 columns are added to float32 registers, because
-tensor cores cut off where registers round. Columns are split among thread blocks. `_finish` has one block a token that
-adds the parts up, computes the four input gates and mixes the streams, the last streams first, of which the L2 cache
-still holds some; a few blocks more compute output gates and matrices, a token in each lane.
+tensor cores cut off where registers round. Columns are split among thread blocks. `_finish` adds the parts up, computes
+the four input gates and mixes the streams, the last streams first, of which the L2 cache still holds some; a few blocks
+more compute output gates and matrices, a row of one in each lane. It takes few registers, so that many thread blocks of
+a multiprocessor wait for memory at once: a block has some columns of a token, loaded before their gates are known and
+those first that the products read last, and warps do not wait for each other around their stores.
 
-Where the streams are updated first, `_updated_products` takes the place of `_products`: a step is the same 64 columns
+Where the streams are updated first, `_updated_products` takes the place of `products`: a step is the same 64 columns
 of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
 and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
 """
@@ -23,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _exact, _inline, _mosaic
+from pallas_kernels import _inline, _mosaic, _packed_rows
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -34,10 +36,8 @@ _DEPTH = 64
 _WAVE = 64
 """Rows of a product."""
 _ROWS, _SPLITS = (64, 128), (1, 2, 4, 8, 16)
-_TOKENS = 128
-"""Matrices of a thread block: one in each lane."""
-_FEW_TOKENS = 32
-"""The same where a lane has a row of one."""
+_TOKENS = 32
+"""Matrices of a thread block: a lane has a row of one."""
 _EARLY = 2
 """Pieces of a token's streams that are loaded before their turn."""
 _UPDATED: dict[str, Any] = {"rows": 64, "stages": 2}
@@ -53,16 +53,14 @@ class Config:
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split.
 
-    `lean` finishes in few registers, so that more thread blocks of a multiprocessor wait for memory at once: a lane has
-    one row of a matrix, a block some columns of a token, loaded before their gates are known and those first that the
-    products read last, and warps do not wait for each other around their stores. Weights are split in one launch
-    instead of four.
+    Tokens come in so many `parts`, each multiplied and finished before the next one, so that the L2 cache still holds
+    the streams that are read again.
     """
 
     rows: int = 128
     splits: int = 8
     stages: int = 4
-    lean: bool = False
+    parts: int = 1
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -70,6 +68,8 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.parts < 1:
+            raise ValueError(f"parts must be at least 1, got {self.parts}")
 
 
 def why_not(*, residual, y, **_) -> str | None:
@@ -99,19 +99,25 @@ def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> Non
 
 
 def default_config(*, residual, y=None, **_) -> Config:
-    """The fewest splits that give a multiprocessor one and a half thread blocks or more."""
+    """The fewest splits that give nearly every multiprocessor a thread block; one and a half where streams are updated.
+
+    H200, 4096 tokens: streams of 4096 take 80.7 us with 4 splits, 81.0 with 8; of 7168 134.9 and 139.3.
+    """
     N, C, M = residual.shape
     shape: dict[str, Any] = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
     legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
-    enough = [c for c in legal if -(-N // c.rows) * c.splits >= 3 * _mosaic.num_sms() // 2]
+    least = 0.9 if y is None else 1.5
+    enough = [c for c in legal if -(-N // c.rows) * c.splits >= least * _mosaic.num_sms()]
     return enough[0] if enough else legal[-1]
 
 
 def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
-    _, C, M = residual.shape
-    every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
-    every += [dataclasses.replace(c, lean=True) for c in every]
+    N, C, M = residual.shape
+    parts = (1, 2, 4) if N >= 2048 else (1,)
+    every = [
+        Config(rows=r, splits=s, stages=n, parts=p) for p in parts for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)
+    ]
     return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
 
 
@@ -122,28 +128,57 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     if not N:
         empty = jnp.zeros((0, M), residual.dtype), jnp.zeros((0, C)), jnp.zeros((0, C, C))
         return empty if y is None else (*empty, residual)
-    if y is None:
-        parts, squares = products(config, residual.reshape(N, C * M), fn)
-    else:
-        residual, parts, squares = _updated_products(config, residual, y, post, comb, fn)
-    numbers = {"iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
+    flat, weights, tiles = residual.reshape(N, C * M), split_weights(fn), -(-N // config.rows)
+    gates = () if y is None else (y, _by_coefficient(post, comb, tiles * config.rows))
+    numbers = {"C": C, "iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
     span = (C * M if y is None else M) // config.splits
-    out = _finish(residual, parts, squares, scale, base, lean=config.lean, span=span, **numbers)
-    return out if y is None else (*out, residual)
+
+    def launch(*refs):
+        *results, streams = refs if gates else (*refs, None)
+        for range_ in ranges(config, N):
+            if gates:
+                sums = _updated_products(config, range_, flat, *gates, weights, streams)
+            else:
+                sums = products(config, range_, flat, weights)
+            _finish(range_, flat if streams is None else streams, *sums, scale, base, *results, span=span, **numbers)
+
+    out = [
+        jax.ShapeDtypeStruct((N, M), residual.dtype),
+        jax.ShapeDtypeStruct((tiles * config.rows, C), f32),
+        jax.ShapeDtypeStruct((tiles * config.rows, C, C), f32),
+        *(jax.ShapeDtypeStruct(flat.shape, flat.dtype) for _ in gates[:1]),
+    ]
+    x, post, comb, *streams = _packed_rows.in_place(launch, [], out)
+    return x, post[:N], comb[:N], *(s.reshape(N, C, M) for s in streams)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Tokens that are multiplied and finished before the next ones."""
+
+    tile: int
+    """The first one."""
+    tiles: int
+    token: int
+    tokens: int
+
+
+def ranges(config: Config, N: int) -> list[Range]:
+    """All tokens in `config.parts` ranges of whole tiles, or fewer."""
+    tiles = -(-N // config.rows)
+    each = -(-tiles // config.parts)
+    firsts = range(0, tiles, each)
+    return [
+        Range(t, min(each, tiles - t), t * config.rows, min(each * config.rows, N - t * config.rows)) for t in firsts
+    ]
 
 
 # ---------------------------------------------------------------- products
 def split_weights(fn: jax.Array) -> jax.Array:
-    """bfloat16 [3 O, W] whose rows O apart add up to those of float32 `fn` [O, W], the largest part first."""
-    parts, rest = [], fn
-    for _ in range(_TERMS):
-        parts.append(_exact.rounded(rest, jnp.bfloat16))
-        rest = rest - parts[-1]
-    return jnp.concatenate(parts).astype(jnp.bfloat16)
+    """bfloat16 [3 O, W] whose rows O apart add up to those of float32 `fn` [O, W], the largest part first.
 
-
-def _split_at_once(fn: jax.Array) -> jax.Array:
-    """`split_weights` in one launch: [O, W], W a multiple of 256."""
+    W is a multiple of 256.
+    """
     outputs, width = fn.shape
     columns = next(c for c in (1024, 512, 256) if width % c == 0)
     kind = plgpu.Layout.WG_STRIDED((columns,), columns // 128 if columns < 512 else 4)
@@ -165,16 +200,19 @@ def _split_at_once(fn: jax.Array) -> jax.Array:
     )(fn)
 
 
-def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Parts of `x fn^T` [splits, rows, O] and of the sums of squares [splits, rows]; rows beyond N hold anything.
+def products(config: Config, range_: Range, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Parts of `x fn^T` [splits, rows, O] of a range and of the sums of squares [splits, rows].
+
+    Rows beyond N hold anything.
 
     Args:
         config: shape.
+        range_: of tokens.
         x: bfloat16 [N, W].
-        fn: float32 [O, W], O a multiple of 8.
+        weights: `split_weights` of float32 [O, W], O a multiple of 8.
     """
-    (N, W), outputs = x.shape, fn.shape[0]
-    rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), -(-N // config.rows)
+    W, outputs = x.shape[1], weights.shape[0] // _TERMS
+    rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), range_.tiles
     strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
     waves = [pl.ds(start, _WAVE) for start in range(0, rows, _WAVE)]
 
@@ -196,7 +234,7 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
             step,
             grid=(steps,),
             in_specs=[
-                plgpu.BlockSpec((rows, _DEPTH), lambda k: (tile, where + k), transforms=memory),
+                plgpu.BlockSpec((rows, _DEPTH), lambda k: (range_.tile + tile, where + k), transforms=memory),
                 plgpu.BlockSpec((_TERMS * outputs, _DEPTH), lambda k: (0, where + k), transforms=memory),
             ],
             max_concurrent_steps=config.stages,
@@ -219,7 +257,7 @@ def products(config: Config, x: jax.Array, fn: jax.Array) -> tuple[jax.Array, ja
         grid=(tiles, config.splits),
         grid_names=("tile", "split"),
         kernel_name="mhc_products",
-    )(x, _split_at_once(fn) if config.lean else split_weights(fn))
+    )(x, weights)
 
 
 def _add_terms(sums: jax.Array, found: jax.Array) -> jax.Array:
@@ -230,17 +268,23 @@ def _add_terms(sums: jax.Array, found: jax.Array) -> jax.Array:
     return sums
 
 
-def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Streams [N, C, M] after `mhc_post`, and what `products` makes of them, in one pass over memory."""
-    (N, C, M), outputs, rows = residual.shape, fn.shape[0], config.rows
-    steps, tiles, few = M // (config.splits * _DEPTH), -(-N // rows), 16
-    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
-    # a row for each coefficient, comb before post: a vector of tokens is one load
+def _by_coefficient(post: jax.Array, comb: jax.Array, rows: int) -> jax.Array:
+    """[C C + C, rows], comb before post: the coefficients of some tokens are one load each."""
+    N, C, _ = comb.shape
     gates = jnp.concatenate([comb.reshape(N, C * C), post], 1).T
-    gates = jnp.pad(gates, ((0, 0), (0, tiles * rows - N)))
+    return jnp.pad(gates, ((0, 0), (0, rows - N)))
+
+
+def _updated_products(config: Config, range_: Range, x, y, gates, weights, out) -> tuple[jax.Array, jax.Array]:
+    """Write streams [N, C M] after `mhc_post` to `out`; return what `products` makes of them: one pass over memory."""
+    outputs, rows, tiles, M = weights.shape[0] // _TERMS, config.rows, range_.tiles, y.shape[1]
+    C = x.shape[1] // M
+    steps, few = M // (config.splits * _DEPTH), 16
+    strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
 
     def body(r_ref, y_ref, fn_ref, gates_ref, o_ref, parts_ref, squares_ref, o_smem):
-        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+        local, split = lax.axis_index("tile"), lax.axis_index("split")
+        tile = range_.tile + local
 
         def updated(part, inputs, outs):
             """Update 16 tokens; returns the sums of squares over streams."""
@@ -299,45 +343,39 @@ def _updated_products(config: Config, residual, y, post, comb, fn) -> tuple[jax.
             ),
         )
         sums, squares = pipeline(*[r_ref] * C, y_ref, *[fn_ref] * C)
-        _mosaic.store(parts_ref.at[split, pl.ds(tile * rows, rows)], sums)
+        _mosaic.store(parts_ref.at[split, pl.ds(local * rows, rows)], sums)
         for part, x in enumerate(squares):
-            _mosaic.store(squares_ref.at[split, pl.ds(tile * rows + part * few, few)], x)
+            _mosaic.store(squares_ref.at[split, pl.ds(local * rows + part * few, few)], x)
         plgpu.wait_smem_to_gmem(0)
 
-    streams, parts, squares = plgpu.kernel(
+    parts, squares = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((N, C * M), residual.dtype),
             jax.ShapeDtypeStruct((config.splits, tiles * rows, outputs), f32),
             jax.ShapeDtypeStruct((config.splits, tiles * rows), f32),
         ],
         grid=(tiles, config.splits),
         grid_names=("tile", "split"),
-        scratch_types=[plgpu.SMEM((2, C, rows, _DEPTH), residual.dtype, transforms=memory)],
+        scratch_types=[plgpu.SMEM((2, C, rows, _DEPTH), x.dtype, transforms=memory)],
         kernel_name="mhc_updated_products",
-    )(residual.reshape(N, C * M), y, _split_at_once(fn) if config.lean else split_weights(fn), gates)
-    return streams.reshape(N, C, M), parts, squares
+    )(x, y, weights, gates, out)
+    return parts, squares
 
 
 # ---------------------------------------------------------------- gates, matrices, the layer's input
-def _token_lanes(lean: bool) -> Any:
-    """[128, 4, 4]: a token in each lane; lean [32, 4, 4]: a row of a token in each lane."""
-    if lean:
-        tiling = plgpu.Tiling(((_FEW_TOKENS, _STREAMS, _STREAMS), (8, _STREAMS, _STREAMS)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((_TOKENS, _STREAMS, _STREAMS), (32, 1, _STREAMS)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3,), vector_dim=-1)
+def _token_lanes() -> Any:
+    """[32, 4, 4]: a row of a token in each lane."""
+    tiling = plgpu.Tiling(((_TOKENS, _STREAMS, _STREAMS), (8, _STREAMS, _STREAMS)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _finish(residual, parts, squares, scale, base, *, lean, span, iters, post_mult, eps, rms_eps):
-    """Layer input, output gates and matrices."""
-    (N, C, M), (splits, padded, outputs) = residual.shape, parts.shape
-    tokens = _FEW_TOKENS if lean else _TOKENS
-    blocks = -(-N // tokens)
-    more = max(0, blocks * tokens - padded)
-    parts = jnp.pad(parts, ((0, 0), (0, more), (0, 0))).reshape(splits, -1, outputs // C, C)
-    squares = jnp.pad(squares, ((0, 0), (0, more)))
-    lanes, shape = _token_lanes(lean), (tokens, C, C)
+def _finish(range_: Range, x, parts, squares, scale, base, *out, C, span, iters, post_mult, eps, rms_eps) -> None:
+    """Layer input, output gates and matrices of a range of tokens of the streams [N, C M], to `out`."""
+    (splits, padded, outputs), M, tokens = parts.shape, x.shape[1] // C, _TOKENS
+    blocks = -(-range_.tokens // tokens)
+    assert blocks * tokens <= padded
+    parts = parts.reshape(splits, padded, outputs // C, C)
+    lanes, shape = _token_lanes(), (tokens, C, C)
     row, one = lanes.reduce(1), lanes.reduce(2).reduce(1)
 
     def load(ref, kind):
@@ -352,21 +390,21 @@ def _finish(residual, parts, squares, scale, base, *, lean, span, iters, post_mu
         return _mosaic.divide(a, below, lanes)
 
     def matrices(block, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref):
-        at = pl.ds(block * tokens, tokens)
+        at, to = (pl.ds(start + block * tokens, tokens) for start in (0, range_.token))
         mean = total(lambda i: squares_ref.at[i, at], one)
         mean = _mosaic.divide(mean, jnp.full_like(mean, C * M), one) + rms_eps
         root = _mosaic.pointwise("sqrt.rn.f32", jnp.sqrt, one, mean)
         norm = _mosaic.divide(jnp.full_like(root, 1.0), root, one)
         u = total(lambda i: parts_ref.at[i, at, 1], row) * lax.broadcast_in_dim(norm, shape[:2], [0])
         u = u * scale_ref[1] + lax.broadcast_in_dim(load(base_ref.at[1], row.reduce(0)), u.shape, [1])
-        _mosaic.store(post_ref.at[at], _mosaic.divide(jnp.full_like(u, 1.0), 1 + jnp.exp(-u), row) * post_mult)
+        _mosaic.store(post_ref.at[to], _mosaic.divide(jnp.full_like(u, 1.0), 1 + jnp.exp(-u), row) * post_mult)
         a = total(lambda i: parts_ref.at[i, at, pl.ds(2, C)], lanes) * lax.broadcast_in_dim(norm, shape, [0])
         bias = load(base_ref.at[pl.ds(2, C)], lanes.reduce(0))
         a = a * scale_ref[2] + lax.broadcast_in_dim(bias, shape, [1, 2])
         a = jnp.exp(a - lax.broadcast_in_dim(jnp.max(a, 2), shape, [0, 1]))
         a = divided(divided(a, 2, 0.0) + eps, 1, eps)
         a = lax.fori_loop(0, iters - 1, lambda _, a: divided(divided(a, 2, eps), 1, eps), a)
-        _mosaic.store(comb_ref.at[at], a)
+        _mosaic.store(comb_ref.at[to], a)
 
     def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref, post_ref, comb_ref):
         index = lax.axis_index("block")
@@ -379,76 +417,60 @@ def _finish(residual, parts, squares, scale, base, *, lean, span, iters, post_mu
         def _():
             mixing(index - blocks, x_ref, o_ref, (parts_ref, squares_ref, scale_ref, base_ref), eps, rms_eps)
 
-    count, mixing = mixers(N, C, M, span, lean)
-    types = [
-        jax.ShapeDtypeStruct((N, M), residual.dtype),
-        jax.ShapeDtypeStruct((blocks * tokens, C), f32),
-        jax.ShapeDtypeStruct((blocks * tokens, C, C), f32),
-    ]
-    x, post, comb = plgpu.kernel(
+    count, mixing = mixers(range_, C, M, span)
+    plgpu.kernel(
         body,
-        out_type=types,
+        out_type=(),
         grid=(blocks + count,),
         grid_names=("block",),
         kernel_name="mhc_finish",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=lean),  # no thread reads what it writes
-    )(residual.reshape(N * C, M), parts, squares, scale, base.reshape(-1, C))
-    return x, post[:N], comb[:N]
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
+    )(x, parts, squares, scale, base.reshape(-1, C), *out)
 
 
-def mixers(N: int, C: int, M: int, span: int, lean: bool) -> tuple[int, Callable[..., None]]:
+def mixers(range_: Range, C: int, M: int, span: int) -> tuple[int, Callable[..., None]]:
     """How many thread blocks mix, and what block `index` does: `do(index, x, o, references of gates, eps, rms_eps)`.
 
-    `span` are the columns of a split, the last of which the products read last. The references are parts
-    [splits, N, O / C, C] of products, [splits, N] of squares, scale and base [O / C, C].
+    x is [N, C M], o [N, M]. `span` are the columns of a split, the last of which the products read last. The references
+    are parts [splits, rows, O / C, C] of products, [splits, rows] of squares of the range, scale and base [O / C, C].
     """
     columns = next(c for c in (1024, 512, 256) if M % c == 0)
     kind = update.layout(columns, 2)
     # a block's columns have one distance from the end of a split
     span = min(span, M)
     span = span if span % columns == 0 and M % span == 0 else M
-    levels = span // columns if lean else 1
-    starts = range(0, M, span if lean else columns)
+    levels, N = span // columns, range_.tokens
+    starts = range(0, M, span)
 
     def mix(index, x_ref, o_ref, of_gates, eps, rms_eps):
         parts_ref, squares_ref, scale_ref, base_ref = of_gates
         turn, index = (lax.div(index, jnp.int32(N)), lax.rem(index, jnp.int32(N))) if levels > 1 else (0, index)
         token, level = N - 1 - index, levels - 1 - turn
-
-        def here(start):
-            return pl.ds(start + level * columns, columns)
+        row = range_.token + token
 
         def load(start):
-            rows = [x_ref.at[token * C + i, here(start)] for i in range(C)]
-            return [plgpu.load(row, layout=kind, optimized=False) for row in rows]
+            here = [pl.ds(i * M + start + level * columns, columns) for i in range(C)]
+            return [plgpu.load(x_ref.at[row, columns], layout=kind, optimized=False) for columns in here]
 
-        early = [load(start) for start in starts[:_EARLY]] if lean else []
-        gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps, together=lean)
+        early = [load(start) for start in starts[:_EARLY]]
+        gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
         for i, start in enumerate(starts):
-            if lean and i + _EARLY < len(starts):
-                early.append(load(starts[i + _EARLY]))
-            streams = early[i] if lean else load(start)
-            out = streams[0].astype(f32) * gates[0]
-            for x, gate in zip(streams[1:], gates[1:], strict=True):
+            early += [load(later) for later in starts[i + _EARLY : i + _EARLY + 1]]
+            out = early[i][0].astype(f32) * gates[0]
+            for x, gate in zip(early[i][1:], gates[1:], strict=True):
                 out += x.astype(f32) * gate
-            _mosaic.store(o_ref.at[token, here(start)], out.astype(o_ref.dtype))
+            _mosaic.store(o_ref.at[row, pl.ds(start + level * columns, columns)], out.astype(o_ref.dtype))
 
     return N * levels, mix
 
 
-def _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps, *, together: bool) -> list:
-    """The input gates of a token, scalars; `together` loads all parts before it adds any."""
-
-    def add(i, found):
-        return [a + b for a, b in zip(found, part(i), strict=True)]
+def _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps) -> list:
+    """The input gates of a token, scalars; all parts are loaded before any is added."""
 
     def part(i):
         return [squares_ref[i, token], *(parts_ref[i, token, 0, stream] for stream in range(C))]
 
-    splits = squares_ref.shape[0]
-    if together:
-        squares, *u = (functools.reduce(operator.add, x) for x in zip(*map(part, range(splits)), strict=True))
-    else:
-        squares, *u = lax.fori_loop(1, splits, add, part(0))
+    parts = map(part, range(squares_ref.shape[0]))
+    squares, *u = (functools.reduce(operator.add, x) for x in zip(*parts, strict=True))
     norm = lax.rsqrt(squares * (1 / (C * M)) + rms_eps)
     return [1 / (1 + jnp.exp(-(x * norm * scale_ref[0] + base_ref[0, i]))) + eps for i, x in enumerate(u)]

@@ -1,11 +1,11 @@
 """V4's step before attention on Mosaic GPU: one pass over memory, see `jaxattn.ops.qnorm_rope_kv_insert`.
 
 A thread block takes some heads of one token, each head in eight lanes (16 for float32) and in two arrays: what is only
-normed, and the rotated rest. One more block a token rotates kv and writes its cache row, in place.
+normed, and the rotated rest. One more block for some tokens rotates kv and writes cache rows, in place. The kernel
+looks its angles up itself.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable
 
 import jax
@@ -20,27 +20,28 @@ from pallas_kernels._frames import Frame
 _DTYPES = ("bfloat16", "float16", "float32")
 _D, _ROTARY = 512, 64
 _KEPT = _D - _ROTARY
-_ROWS = (8, 16, 32)
+_ROWS, _TOKENS = (8, 16, 32), (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows`: heads of one token in a thread block.
+    """`rows`: heads of a token in a thread block; of so many `tokens` one block writes the cache rows.
 
-    With `table` the kernel looks its angles up itself, in a float32 table, instead of two launches before it. With
-    `again` what is only normed is read once more, from the first cache, after the sum of squares: it need not wait in
-    registers, and more thread blocks run on a multiprocessor. With `free` warps of a block do not wait for each other
-    around their stores.
+    With `in_turn` a block takes the heads of these tokens one after the other, each loaded before the last one leaves.
+    With `packed` numbers of 16 bits wait as such for the sum of squares, in half the registers, so that more thread
+    blocks run on a multiprocessor.
     """
 
     rows: int
-    table: bool = False
-    again: bool = False
-    free: bool = False
+    tokens: int = 1
+    in_turn: bool = False
+    packed: bool = False
 
     def __post_init__(self):
         if self.rows not in _ROWS:
             raise ValueError(f"rows must be {_mosaic.either(_ROWS)}, got {self.rows}")
+        if self.tokens not in _TOKENS:
+            raise ValueError(f"tokens must be {_mosaic.either(_TOKENS)}, got {self.tokens}")
 
 
 def why_not(*, q, cos_sin, cache, format, **_) -> str | None:
@@ -68,115 +69,114 @@ def default_config(*, q, heads, **_) -> Config:
     return Config(rows=_legal(q, heads)[0])
 
 
-def configs(*, q, cos_sin, heads, **_) -> Iterable[Config]:
-    """All legal tiles, in each way."""
-    tables = (False, True) if _table(cos_sin) else (False,)
-    ways = itertools.product(tables, (False, True), (False, True))
-    return [Config(rows=r, table=t, again=a, free=f) for t, a, f in ways for r in _legal(q, heads)]
-
-
-def _table(cos_sin) -> bool:
-    """True if the kernel can read this table of angles."""
-    return jnp.dtype(cos_sin.dtype) == jnp.float32
+def configs(*, q, heads, **_) -> Iterable[Config]:
+    """All legal ones."""
+    every = [Config(rows=r, tokens=n) for n in _TOKENS for r in _legal(q, heads)]
+    every += [dataclasses.replace(c, in_turn=True) for c in every if c.tokens > 1]
+    return every + [dataclasses.replace(c, packed=True) for c in every if q.dtype.itemsize == 2]
 
 
 def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, slots, format, page, heads, eps):
     """Launch; arguments as prepared by `jaxattn.ops.qnorm_rope_kv_insert`."""
-    (N, H, _), rows, dtype = q.shape, config.rows, q.dtype
+    (N, H, _), rows, tokens, dtype = q.shape, config.rows, config.tokens, q.dtype
     if rows not in _legal(q, heads):
         raise ValueError(f"qnorm_rope_kv_insert: {rows=} is not legal for {heads} heads of {jnp.dtype(dtype).name}")
-    if config.table and not _table(cos_sin):
-        raise ValueError(f"qnorm_rope_kv_insert: table=True needs a float32 table, got {jnp.dtype(cos_sin.dtype).name}")
+    if config.packed and q.dtype.itemsize != 2:
+        raise ValueError(f"qnorm_rope_kv_insert: packed=True is for types of 16 bits, got {jnp.dtype(dtype).name}")
     if not N:
         return jnp.zeros((0, heads, _D), dtype), cache
     # whole tiles of heads, which for fewer than 16 (float32: 8) costs a copy
     given, wanted = (-(-n // rows) * rows for n in (H, heads))
     q = jnp.pad(q, ((0, 0), (0, given - H), (0, 0)))
+    whole_tiles = wanted // rows
+    parts = whole_tiles * (1 if config.in_turn else tokens) + 1
     frame = Frame((rows, _ROTARY), _rows.vector(dtype), _frames.is_narrow(dtype))
     whole = Frame((rows, _KEPT), frame.vec, frame.narrow)
-    of_angles = (cos_sin, positions) if config.table else _rotary.angles(cos_sin, positions)
     pages, size = cache.shape[0], cache.shape[1] if page is None else page
     flat = cache if format == "v4" else cache.reshape(pages, size, 8, _ROTARY)
 
-    def angles(token, first_ref, second_ref, part):
+    def angles(token, table_ref, positions_ref, part):
         """Factors of the rotary part of a token, as the rows of a frame [rows, 64] have them."""
-        kind, shape = part.numbers.reduce(0), (_ROTARY,)
-        if config.table:
-            found = _rotary.from_table(first_ref, second_ref[token], shape, kind)
-        else:
-            found = [plgpu.load(ref.at[token], layout=kind, optimized=False) for ref in (first_ref, second_ref)]
+        found = _rotary.from_table(table_ref, positions_ref[token], (_ROTARY,), part.numbers.reduce(0))
         return (lax.broadcast_in_dim(x, part.shape, [1]) for x in found)
 
-    def norm_and_turn(token, tile, q_ref, cos_ref, sin_ref, o_ref):
-        at, out = (pl.ds(token * n + tile * rows, rows) for n in (given, wanted))
-        kept = whole.load(q_ref.at[at, pl.ds(0, _KEPT)]).astype(jnp.float32)
-        part = frame.load(q_ref.at[at, pl.ds(_KEPT, _ROTARY)]).astype(jnp.float32)
-        cos, sin = angles(token, cos_ref, sin_ref, frame)
+    def load(token, tile, q_ref):
+        at = pl.ds(token * given + tile * rows, rows)
+        return whole.load(q_ref.at[at, pl.ds(0, _KEPT)]), frame.load(q_ref.at[at, pl.ds(_KEPT, _ROTARY)])
+
+    def norm_and_turn(token, tile, loaded, table_ref, positions_ref, o_ref):
+        out = pl.ds(token * wanted + tile * rows, rows)
+        kept, part = map(_frames.wide, loaded)
+        cos, sin = angles(token, table_ref, positions_ref, frame)
         squares = whole.reduce(jnp.sum, kept * kept) + frame.reduce(jnp.sum, part * part)
         mean = frame.divide_rows(squares, float(_D)) + frame.full(eps)
         root = frame.divide_rows(frame.full(1.0), frame.row("sqrt.rn.f32", jnp.sqrt, mean))
-
-        def scale(i, _):
-            here = pl.ds(i * _ROTARY, _ROTARY)
-            x = _frames.wide(frame.load(q_ref.at[at, here])) * frame.spread(root)
-            _mosaic.store(o_ref.at[out, here], x.astype(dtype))
-
-        if config.again:
-            lax.fori_loop(0, _KEPT // _ROTARY, scale, None)
-        else:
-            _mosaic.store(o_ref.at[out, pl.ds(0, _KEPT)], (kept * whole.spread(root)).astype(dtype))
+        if config.packed:
+            kept = _frames.wide(_packed_rows.held(loaded[0], whole.numbers))
+        _mosaic.store(o_ref.at[out, pl.ds(0, _KEPT)], (kept * whole.spread(root)).astype(dtype))
         part = _rotary.turned(part * frame.spread(root), cos, sin, frame.numbers)
         _mosaic.store(o_ref.at[out, pl.ds(_KEPT, _ROTARY)], part.astype(dtype))
 
-    def insert(token, kv_ref, cos_ref, sin_ref, slots_ref, cache_ref):
-        slot = slots_ref[token]
+    def insert(block, kv_ref, table_ref, positions_ref, slots_ref, cache_ref):
+        row = _packed_rows.V4
+        loaded = [(slots_ref[n], row.load(kv_ref.at[n]), *angles(n, table_ref, positions_ref, row)) for n in block]
+        for slot, x, cos, sin in [(slot, *(_packed_rows.held(x, row.numbers) for x in more)) for slot, *more in loaded]:
 
-        @pl.when((slot >= 0) & (slot < pages * size))
-        def _():
-            row = _packed_rows.V4
-            at = _packed_rows.place_of(slot, size)
-            x = row.load(kv_ref.at[token]).astype(jnp.float32)
-            block = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=row.numbers)
-            cos, sin = angles(token, cos_ref, sin_ref, row)
-            x = jnp.where(block == 7, _rotary.turned(x, cos, sin, row.numbers), x)
-            if format == "v4":
-                _packed_rows.put_v4(cache_ref, at, _codes.rounded(x, dtype))
-            else:
-                _mosaic.store(cache_ref.at[at.number, at.place], x.astype(dtype))
+            @pl.when((slot >= 0) & (slot < pages * size))
+            def _(slot=slot, x=x, cos=cos, sin=sin):
+                at = _packed_rows.place_of(slot, size)
+                x = _frames.wide(x)
+                part = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=row.numbers)
+                x = jnp.where(part == 7, _rotary.turned(x, cos, sin, row.numbers), x)
+                if format == "v4":
+                    _packed_rows.put_v4(cache_ref, at, _codes.rounded(x, dtype))
+                else:
+                    _mosaic.store(cache_ref.at[at.number, at.place], x.astype(dtype))
 
-    def body(q_ref, kv_ref, cos_ref, sin_ref, slots_ref, cache_ref, o_ref):
-        tile, token = lax.axis_index("tile"), lax.axis_index("token")
+    def body(q_ref, kv_ref, table_ref, positions_ref, slots_ref, cache_ref, o_ref):
+        part, group = lax.axis_index("part"), lax.axis_index("group")
+        # beyond the last token it is done again
+        every = [jnp.minimum(group * tokens + i, N - 1) if N % tokens else group * tokens + i for i in range(tokens)]
+        tile, block, heading = part, every, part < parts - 1
+        if not config.in_turn and tokens > 1:
+            token = group * tokens + lax.div(part, jnp.int32(whole_tiles))
+            tile, block = lax.rem(part, jnp.int32(whole_tiles)), [token]
+            heading = heading & (token < N)
         tiles = given // rows
 
-        @pl.when(tile < tiles)
+        @pl.when(heading & (tile < tiles))
         def _():
-            norm_and_turn(token, tile, q_ref, cos_ref, sin_ref, o_ref)
+            loaded = [load(block[0], tile, q_ref)]
+            for i, token in enumerate(block):
+                loaded += [load(after, tile, q_ref) for after in block[i + 1 : i + 2]]
+                norm_and_turn(token, tile, loaded[i], table_ref, positions_ref, o_ref)
 
         if wanted > given:
 
-            @pl.when((tile >= tiles) & (tile < wanted // rows))
+            @pl.when(heading & (tile >= tiles))
             def _():
-                out = pl.ds(token * wanted + tile * rows, rows)
-                for ref, part in (
-                    (o_ref.at[out, pl.ds(0, _KEPT)], whole),
-                    (o_ref.at[out, pl.ds(_KEPT, _ROTARY)], frame),
-                ):
-                    _mosaic.store(ref, plgpu.layout_cast(jnp.zeros(part.shape, dtype), part.numbers))
+                for token in block:
+                    out = pl.ds(token * wanted + tile * rows, rows)
+                    for ref, part in (
+                        (o_ref.at[out, pl.ds(0, _KEPT)], whole),
+                        (o_ref.at[out, pl.ds(_KEPT, _ROTARY)], frame),
+                    ):
+                        _mosaic.store(ref, plgpu.layout_cast(jnp.zeros(part.shape, dtype), part.numbers))
 
-        @pl.when(tile == wanted // rows)
+        @pl.when(part == parts - 1)
         def _():
-            insert(token, kv_ref, cos_ref, sin_ref, slots_ref, cache_ref)
+            insert(every, kv_ref, table_ref, positions_ref, slots_ref, cache_ref)
 
     launch = plgpu.kernel(
         body,
         out_type=(),
-        grid=(wanted // rows + 1, N),
-        grid_names=("tile", "token"),
+        grid=(parts, pl.cdiv(N, tokens)),
+        grid_names=("part", "group"),
         kernel_name="qnorm_rope_kv_insert",
         # no thread reads what it writes
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.in_turn),
     )
-    read = q.reshape(N * given, _D), kv.reshape(N, 8, _ROTARY), *of_angles, slots
+    read = q.reshape(N * given, _D), kv.reshape(N, 8, _ROTARY), cos_sin.astype(jnp.float32), positions, slots
     out = jax.ShapeDtypeStruct((N * wanted, _D), dtype)
     written, out = _packed_rows.in_place(lambda *refs: launch(*read, *refs), [flat], [out])
     return out.reshape(N, wanted, _D)[:, :heads], written.reshape(cache.shape)

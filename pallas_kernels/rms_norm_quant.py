@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _codes, _frames
+from pallas_kernels import _codes, _frames, _packed_rows
 from pallas_kernels import _plans as plans
 from pallas_kernels._frames import LINE_VALUES
 from pallas_kernels._plans import Plan, Rows
@@ -15,9 +15,16 @@ from pallas_kernels._plans import Plan, Rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows`: rows of one warpgroup."""
+    """`rows`: rows of one warpgroup.
+
+    With `late` weights are loaded only after the sum of squares. With `packed` numbers of 16 bits wait as such for sum
+    and largest magnitude, in fewer registers. With `free` warps do not wait for each other around stores of long rows.
+    """
 
     rows: int
+    late: bool = False
+    packed: bool = False
+    free: bool = False
 
     def __post_init__(self):
         plans.check_rows(self.rows)
@@ -35,8 +42,13 @@ def default_config(*, x, mode, group, **_) -> Config:
 
 
 def configs(*, x, mode, group, **_) -> Iterable[Config]:
-    """All legal heights."""
-    return [Config(rows=r) for r in _plan(x, mode, group).choices()]
+    """All legal heights; long rows in several ways."""
+    plan = _plan(x, mode, group)
+    every = [Config(rows=r) for r in plan.choices()]
+    if plan.line is None:
+        return every
+    packed = jnp.dtype(x.dtype).itemsize == 2
+    return [*every, *(Config(rows=1, late=late, packed=packed, free=True) for late in (False, True))]
 
 
 def found(N: int, M: int, dtype, mode: str, group: int, most: int | None = LINE_VALUES) -> Plan | str:
@@ -55,6 +67,8 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
     """Launch; arguments as prepared by `jaxattn.ops.rms_norm_quant`."""
     plan, (N, M), dtype = _plan(x, mode, group), x.shape, x.dtype
     plan.check("rms_norm_quant", config.rows)
+    if config.packed and dtype.itemsize != 2:
+        raise ValueError(f"rms_norm_quant: packed=True is for types of 16 bits, got {dtype.name}")
     wide = [plan.view(plans.widened(a, plan.D)) for a in (x, weight, residual) if a is not None]
     arrays = [wide[0], *wide[2:]]
     number = {"static": scale, "token": upper_bound}.get(mode)
@@ -67,23 +81,30 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
         frame, refs = rows.frame, list(refs)
         loaded = rows.load(x_ref)
         added = None if residual is None else rows.load(refs.pop(0))
-        w = rows.load_each(refs.pop(0))
+        w_ref = refs.pop(0)
+        w = None if config.late else rows.load_each(w_ref)
         s_ref = None if number is None else refs.pop(0)
         yield
-        z = [_frames.wide(a) for a in loaded]
+        z, kept = [_frames.wide(a) for a in loaded], loaded
         if added is not None:
             z = [a + _frames.wide(b) for a, b in zip(z, added, strict=True)]
             stored = [a.astype(dtype) for a in z]
             for k, a in enumerate(stored):
                 rows.store(refs[-1], k, a)
             z = [a.astype(jnp.float32) for a in stored] if mode in ("none", "static") else z
+            kept = stored if mode in ("none", "static") else None  # sums that are not rounded yet cannot be packed
         r = frame.spread(inverse_root(rows, z, M, eps))
+        if config.packed and kept:
+            z = [_frames.wide(_packed_rows.held(a, frame.numbers)) for a in kept]
+        w = rows.load_each(w_ref) if w is None else w
         y = [a * r for a in z]
         y = y if mode in ("none", "static") else [_codes.rounded(a, dtype) for a in y]
         y = [a * b for a, b in zip(y, w, strict=True)]
-        finish(rows, mode, y, dtype, refs, None if s_ref is None else s_ref[0])
+        finish(rows, mode, y, dtype, refs, None if s_ref is None else s_ref[0], packed=config.packed)
 
-    done = plans.run(plan, process, arrays, types, rows=config.rows, name="rms_norm_quant", shared=shared)
+    done = plans.run(
+        plan, process, arrays, types, rows=config.rows, name="rms_norm_quant", shared=shared, free=config.free
+    )
     out = finished(mode, N, M, done)
     out = out if residual is None else (*out, done[-1].reshape(N, plan.D)[:, :M])
     return out[0] if len(out) == 1 else out
@@ -108,9 +129,19 @@ def finished_types(mode: str, N: int, M: int, plan: Plan, dtype) -> list[jax.Sha
 
 
 def finish(
-    rows: Rows, mode: str, y: Sequence[jax.Array], dtype, refs: Sequence[Any], number: Any, first: Any = 0
+    rows: Rows,
+    mode: str,
+    y: Sequence[jax.Array],
+    dtype,
+    refs: Sequence[Any],
+    number: Any,
+    first: Any = 0,
+    packed: bool = False,
 ) -> None:
-    """Round `y`, the pieces from `first` on, to `dtype`, quantize them as `mode` says and write them to `refs[0]`."""
+    """Round `y`, the pieces from `first` on, to `dtype`, quantize them as `mode` says and write them to `refs[0]`.
+
+    If `packed`, they wait for their largest magnitude as `dtype`, of 16 bits.
+    """
     frame = rows.frame
     if mode == "none":
         for k, a in enumerate(y):
@@ -124,6 +155,7 @@ def finish(
             rows.store(refs[1], first + k, s)
         return
     found, encode = (_codes.fp8_static if mode == "static" else _codes.fp8_token)(frame, y, number)
+    y = [_packed_rows.held(a, frame.numbers) for a in y] if packed and mode == "token" else y
     for k, a in enumerate(y):
         rows.store(refs[0], first + k, encode(_frames.wide(a)))
     for s in found:

@@ -10,10 +10,8 @@ import pytest
 from jaxattn import compressor, rope_table
 from jaxattn.ops._compressor_cases import make_inputs
 from pallas_kernels import _mosaic
-from pallas_kernels.compressor import Config
 
 D, DR = 32, 16
-PLAIN_AND_FAST = Config(), Config(table=True, ahead=True)
 
 
 class Request:
@@ -156,20 +154,13 @@ def test_wrong_calls(changes, message, rng):
         compressor(**args)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format", ["v4", "indexer_fp8"])
-def test_the_kernel_finds_angles_itself_and_loads_ahead(format, rng):
-    """To the bit what it does with angles that were prepared, also at positions and slots outside."""
+def test_the_kernel_finds_angles_itself(format, dtype, rng):
+    """Also at positions and slots outside, and in tables of other types."""
     args = make_inputs(rng, (9, 1), (9, 8), D=512 if format == "v4" else 128, format=format)
-    args["cos_sin"] = args["cos_sin"][:5]
+    args["cos_sin"] = args["cos_sin"][:5].astype(dtype)
     with _mosaic.interpret():
-        plain, fast = (compressor(**args, implementation="mosaic", config=c) for c in PLAIN_AND_FAST)
-    for a, b in zip(plain, fast, strict=True):
+        found = compressor(**args, implementation="mosaic")
+    for a, b in zip(found, compressor(**args), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_angles_need_a_float32_table(rng):
-    args = make_inputs(rng, (4,), (4,), D=512, format="v4")
-    args["cos_sin"] = args["cos_sin"].astype(jnp.bfloat16)
-    wanted = r"^compressor: table=True needs a float32 table, got bfloat16\b"
-    with _mosaic.interpret(), pytest.raises(ValueError, match=wanted):
-        compressor(**args, implementation="mosaic", config=Config(table=True))

@@ -191,12 +191,11 @@ def test_wrong_configurations():
         Config(tokens=3)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
 @pytest.mark.parametrize("format", ["fp8_ds_mla", "v4", "fp8"])
-def test_the_kernel_writes_several_tokens_a_block(format, ahead, rng):
+def test_the_kernel_writes_several_tokens_a_block(format, rng):
     """Nine tokens in blocks of four; the last block has one."""
     page = {"page": 64, "P": 2} if format == "v4" else {}
     args = make_inputs(rng, 9, format=format, **page)
     with _mosaic.interpret():
-        written = latent_cache_write(**args, implementation="mosaic", config=Config(tokens=4, ahead=ahead))
+        written = latent_cache_write(**args, implementation="mosaic", config=Config(tokens=4))
     np.testing.assert_array_equal(written, latent_cache_write(**args))

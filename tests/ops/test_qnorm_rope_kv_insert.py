@@ -68,12 +68,14 @@ def test_wrong_calls(changes, message):
         qnorm_rope_kv_insert(**args | changes)
 
 
-@pytest.mark.parametrize("config", [None, Config(rows=16, table=True, again=True, free=True)], ids=["default", "all"])
+@pytest.mark.parametrize(
+    "config", [None, Config(rows=16, tokens=2, packed=True), Config(rows=16, tokens=4, in_turn=True)]
+)
 def test_the_kernel_at_the_edges(config, rng):
     """Positions and slots outside, padded heads, and no other byte of the cache."""
-    args = make_inputs(rng, 4, 3, page=2, pages=4, heads=16, skipped=0.0)
-    args["positions"] = jnp.array([-3, 10**6, 2**31 - 1, 0], jnp.int32)
-    args["slots"] = jnp.array([7, 8, -(2**31), 2**31 - 1], jnp.int32)
+    args = make_inputs(rng, 5, 3, page=2, pages=4, heads=16, skipped=0.0)
+    args["positions"] = jnp.array([-3, 10**6, 2**31 - 1, 0, 0], jnp.int32)
+    args["slots"] = jnp.array([7, 8, -(2**31), 2**31 - 1, 5], jnp.int32)
     args["cos_sin"] = jnp.nan_to_num(args["cos_sin"]).at[1:-1].set(jnp.nan)
     q, cache = qnorm_rope_kv_insert(**args)
     with _mosaic.interpret():
@@ -88,9 +90,11 @@ def test_the_kernel_at_the_edges(config, rng):
 def test_wrong_configurations(rng):
     with pytest.raises(ValueError, match=r"^rows must be 8, 16 or 32, got 7$"):
         Config(rows=7)
+    with pytest.raises(ValueError, match=r"^tokens must be 1, 2, 4 or 8, got 3$"):
+        Config(rows=8, tokens=3)
     args = make_inputs(rng, 2, 8, page=2)
     with _mosaic.interpret(), pytest.raises(ValueError, match=r"rows=8 is not legal for 8 heads of bfloat16"):
         qnorm_rope_kv_insert(**args, implementation="mosaic", config=Config(rows=8))
-    args["cos_sin"] = args["cos_sin"].astype(jnp.bfloat16)
-    with _mosaic.interpret(), pytest.raises(ValueError, match=r"table=True needs a float32 table, got bfloat16\b"):
-        qnorm_rope_kv_insert(**args, implementation="mosaic", config=Config(rows=16, table=True))
+    args = make_inputs(rng, 2, 16, page=2, dtype="float32")
+    with _mosaic.interpret(), pytest.raises(ValueError, match=r"packed=True is for types of 16 bits, got float32\b"):
+        qnorm_rope_kv_insert(**args, implementation="mosaic", config=Config(rows=16, packed=True))
