@@ -49,8 +49,7 @@ class Tile:
 
 
 def run(x, r: Any, shared: dict[str, Any]) -> None:
-    """One worker of a thread block; `shared` are its unions in shared memory."""
-    r.worker = lax.axis_index("worker") if x.num_workers > 1 else 0
+    """One thread block; `shared` are its unions in shared memory."""
     r.shared = _named(x, shared)
     if x.num_shares is not None:
         _share(x, r)
@@ -59,14 +58,13 @@ def run(x, r: Any, shared: dict[str, Any]) -> None:
 
 
 def _own(x, r: Any, t: "Tile") -> Any:
-    """The references with the worker's own shared memory, for one tile.
+    """The references with shared memory as it is for one tile.
 
     A zero made of the tile's token hides from the compiler that this memory is always the same, or the addresses of
     everything before and after the main loop would be kept in registers through it.
     """
     zero = lax.shift_right_logical(t.token0, i32(31))
-    worker = zero if x.num_workers == 1 else r.worker + zero
-    own = {name: ref.at[worker] for name, ref in r.shared.items()}
+    own = {name: ref.at[zero] for name, ref in r.shared.items()}
     return SimpleNamespace(**vars(r) | own)
 
 
@@ -120,7 +118,6 @@ def _last_request(x, inside):
 def _split(x, r: Any) -> None:
     """One split of one tile."""
     chunk, slot, split = (lax.axis_index(name) for name in ("chunk", "slot", "split"))
-    slot = slot * x.num_workers + r.worker
     if x.at_once and x.block_q == 1:
         once.fetch_q(x, r, slot, chunk)
 
@@ -154,8 +151,7 @@ def _split(x, r: Any) -> None:
 
         @pl.when(t.count > 0)
         def _():
-            sinks = _sinks(x, r, t) if x.early_sinks else None
-            _write(x, r, t, _attend(x, r, t, first, last, bounds), sinks)
+            _write(x, r, t, _attend(x, r, t, first, last, bounds))
 
         return
     size = x.split_blocks
@@ -187,13 +183,12 @@ def _once(x, r: Any, t: "Tile") -> None:
         _write(x, r, t, once.attend(x, r, t), sinks)
 
     if x.block_q == 1:
-        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar.at[r.worker]))
+        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar))
 
 
 def _share(x, r: Any) -> None:
     """An equal share of all blocks of keys, request by request, tile by tile, for one chunk of heads."""
     share, chunk = lax.axis_index("share"), lax.axis_index("chunk")
-    share = share * x.num_workers + r.worker
 
     def work(b):
         """Tiles of request b, and blocks of each, at least one."""
@@ -315,7 +310,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 
     def fetch(pool, ring, bars, j, pages):
         to = lax.rem(j - first, i32(num_stages))
-        bar = bars.at[r.worker * num_stages + to]
+        bar = bars.at[to]
         rows = min(x.page, block_kv)
         offset = lax.rem(j * block_kv, i32(x.page)) if block_kv < x.page else 0
         for i, number in enumerate(pages):
@@ -367,14 +362,14 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 
         def weights():
             """Waits for V's block; what P is multiplied with before it is rounded, or None."""
-            plgpu.barrier_wait(r.v_bar.at[r.worker * num_stages + at])
+            plgpu.barrier_wait(r.v_bar.at[at])
             return scales_of(x, r.v_scales.at[at], kv_head, hole) if x.per_head else None
 
         def meanwhile():
             weights()
             values()
 
-        plgpu.barrier_wait(r.k_bar.at[r.worker * num_stages + at])
+        plgpu.barrier_wait(r.k_bar.at[at])
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
         if x.restage and not x.code_keys:
             _convert(x, r, k, r.k_scales.at[at] if x.per_head else None, kv_head, None)
@@ -417,7 +412,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 def _join(x, r: Any, state, s):
     """State with partial results of prefixes, whose scores are `s`, see `_decode_joined`."""
     (m, total, o), p = swapped.update(x, r, state, s, 0) if x.swapped else softmax.update(state, s, 1.0)
-    plgpu.barrier_wait(r.prefix_bar.at[r.worker])
+    plgpu.barrier_wait(r.prefix_bar)
     o = _add_product(x, r, o, p, r.prefix_rows)
     if x.swapped:
         plgpu.commit_smem()  # everyone has multiplied
@@ -426,7 +421,7 @@ def _join(x, r: Any, state, s):
 
 def _load_q(x, r: Any, t: Tile):
     """Bring the tile's rows of q into shared memory; returns what scores of a row must be multiplied with, or None."""
-    base, bar = lax.div(t.chunk * x.block_g, i32(8)) * 8, r.q_bar.at[r.worker]
+    base, bar = lax.div(t.chunk * x.block_g, i32(8)) * 8, r.q_bar
     for i in range(x.block_q):
         source = r.q.at[jnp.minimum(t.token0 + i, x.N - 1), pl.ds(base, x.slab)]
         plgpu.copy_gmem_to_smem(source, r.q_raw.at[pl.ds(i * x.slab, x.slab)], bar)
