@@ -39,6 +39,7 @@ from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, ROWS
 
 BLOCKS = (32, 64, 128)
+CONVERTED = (8, 16, 32, 64)
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 8
 """Query tokens per request, on average, that count as decoding."""
@@ -66,6 +67,10 @@ class Config(common.Config):
     """Thread blocks of each chunk of heads, among which the whole batch is shared out equally."""
     swapped: bool = False
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
+    convert_keys: int | None = None
+    """Keys whose codes are converted together, a divisor of `block_kv`; None: as many as 1024 numbers."""
+    two_tiles: bool = False
+    """Numbers of values have a place beside that of keys: codes are converted while scores are computed."""
     at_once: bool = False
     """All keys that a tile may see are fetched before the first product, see `_decode_once`: for short windows."""
 
@@ -74,6 +79,8 @@ class Config(common.Config):
             raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
+        if self.convert_keys not in (None, *CONVERTED):
+            raise ValueError(f"convert_keys must be {_mosaic.either(CONVERTED)} or None, got {self.convert_keys}")
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
 
@@ -102,6 +109,8 @@ class Plan:
     split_pages: int | None
     num_shares: int | None
     swapped: bool
+    convert_keys: int | None
+    two_tiles: bool
     at_once: bool
     interpreted: bool
     joined: Any = None
@@ -227,6 +236,11 @@ class Plan:
         return self.lifted or self.code_keys
 
     @property
+    def converted(self) -> int:
+        """Keys whose codes are converted together."""
+        return self.convert_keys or min(self.block_kv, 1024 // self.D)
+
+    @property
     def operand(self):
         """Dtype that wgmma multiplies, `code_keys` apart."""
         return jnp.dtype(jnp.float16) if self.lifted else self.dtype
@@ -325,6 +339,9 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
+    if x.restage:
+        found += [dataclasses.replace(c, convert_keys=c.block_kv) for c in found if c.block_kv in CONVERTED]
+        found += [dataclasses.replace(c, two_tiles=True) for c in found if c.convert_keys]
     for config in dict.fromkeys([*found, together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
@@ -334,6 +351,13 @@ def illegal(x: Plan) -> str | None:
     """Why a legal configuration does not fit these shapes."""
     if x.restage and x.block_kv < 64:
         return f"block_kv must be at least 64 for {x.cache_dtype.name} caches, got {x.block_kv}"
+    if x.convert_keys is not None and not x.restage:
+        return f"convert_keys is for caches of codes, got {x.cache_dtype.name}; leave it out"
+    if x.two_tiles and (not x.restage or x.code_keys):
+        given = f"q in {x.dtype.name} and a cache in {x.cache_dtype.name}"
+        return f"two_tiles is for keys whose codes are converted, got {given}; leave it out"
+    if x.restage and x.converted * x.D < 1024:
+        return f"convert_keys must be at least {1024 // x.D} for head dim {x.D}, got {x.converted}"
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
@@ -390,7 +414,8 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
     if x.partials:
         scratch["ring"] += ((staged(f32),),)
     if x.restage:
-        scratch["tile"] = ((tile(x.block_kv, swizzled),),)
+        for name in ("tile", "v_tile") if x.two_tiles else ("tile",):
+            scratch[name] = ((tile(x.block_kv, swizzled),),)
     if x.swapped:
         scratch |= {name: ((memory,),) for name, memory in swapped.scratch(x, *lead).items()}
     elif x.interpreted:

@@ -88,6 +88,18 @@ def test_keys_as_rows_of_wgmma(config, make, options, rng):
 
 
 @pytest.mark.parametrize(
+    ("make", "options"),
+    [(make_inputs, {"cache_dtype": FP8}), (coded, {"stored": "uint8"}), (coded, {"stored": "int8"})],
+    ids=["fp8", "int4", "int8"],
+)
+def test_how_codes_are_converted_changes_no_bit(make, options, rng):
+    args = make(rng, query_lengths=(1, 1), lengths=(90, 70), D=128, return_lse=True, **options)
+    config = dataclasses.replace(WHOLE, swapped=True)
+    more = {} if options == {"cache_dtype": FP8} else {"two_tiles": True}
+    same_bits(run(args, config), run(args, dataclasses.replace(config, convert_keys=64, **more)))
+
+
+@pytest.mark.parametrize(
     ("stages", "options"),
     [
         (2, {"query_lengths": (1, 1), "lengths": (90, 33), "window": 31, "sinks": True}),
@@ -270,6 +282,7 @@ def test_tiles_hold_what_requests_have_on_average():
     [
         ({"block_kv": 16}, "block_kv must be 32, 64 or 128, got 16"),
         ({"num_stages": 9}, "num_stages must lie between 1 and 8, got 9"),
+        ({"convert_keys": 4}, "convert_keys must be 8, 16, 32 or 64 or None, got 4"),
         ({"split_pages": 0}, "split_pages must be at least 1 or None, got 0"),
         ({"num_shares": -1}, "num_shares must be at least 1 or None, got -1"),
         (
@@ -302,6 +315,17 @@ def test_configurations_that_cannot_be(options, message):
             {"window": 9},
             {"num_shares": 4},
             "num_shares=4 is for calls without a window; leave it out or use split_pages",
+        ),
+        ({}, {"convert_keys": 64}, "convert_keys is for caches of codes, got bfloat16; leave it out"),
+        (
+            {"cache": FP8},
+            {"two_tiles": True},
+            f"two_tiles is for keys whose codes are converted, got q in bfloat16 and a cache in {FP8}; leave it out",
+        ),
+        (
+            {"cache": FP8, "D": 64},
+            {"convert_keys": 8},
+            "convert_keys must be at least 16 for head dim 64, got 8",
         ),
         ({"window": 9}, {"at_once": True}, "at_once needs swapped=True"),
         (
