@@ -371,6 +371,8 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             """V's block, when it is there, as numbers."""
             plgpu.barrier_wait(r.v_bar.at[at])
             codes.convert(x, v, r.v_scales.at[at] if x.per_head else None, kv_head, hole, v_tile)
+            if not x.swapped:  # else with P
+                plgpu.commit_smem()
 
         def refill():
             pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
@@ -384,6 +386,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
         if x.restage and not x.code_keys:
             codes.convert(x, k, r.k_scales.at[at] if x.per_head else None, kv_head, None, r.tile)
+            plgpu.commit_smem()
             k = r.tile
         early = x.code_keys or x.two_tiles
         s = _scores(x, r, k, meanwhile if early else None)

@@ -32,7 +32,7 @@ def _keep(value, layout, start, low, high):
 
 
 def convert(x, codes: Any, scales, head, hole, tile: Any) -> None:
-    """Codes of a block as 16-bit numbers in `tile`."""
+    """Codes of a block as 16-bit numbers in `tile`, for wgmma after the next `commit_smem`."""
     layout, rows = _layout(x, codes.dtype), x.converted
     for n in range(0, x.block_kv, rows):
         some = pl.ds(n, rows)
@@ -44,7 +44,6 @@ def convert(x, codes: Any, scales, head, hole, tile: Any) -> None:
             start, low, high = hole
             value = _keep(value, layout, start + n, low, high)
         tile[pl.ds(n, rows), :] = value
-    plgpu.commit_smem()
 
 
 def clear(x, block, hole):
