@@ -14,6 +14,7 @@ from pallas_kernels import _mosaic
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, ROW
 from pallas_kernels.paged_attention import _common as common
+from pallas_kernels.paged_attention import _decode_codes as codes
 from pallas_kernels.paged_attention import _decode_combine as combine
 from pallas_kernels.paged_attention import _decode_joined as joined
 from pallas_kernels.paged_attention import _decode_once as once
@@ -21,7 +22,20 @@ from pallas_kernels.paged_attention import _decode_swapped as swapped
 from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import ROWS
 
-OPTIONAL = ("k_scale", "v_scale", "sinks", "sums", "tile", "p_tile", "part_o", "part_sums", "notes", "q_raw", "staged")
+OPTIONAL = (
+    "k_scale",
+    "v_scale",
+    "sinks",
+    "sums",
+    "tile",
+    "v_tile",
+    "p_tile",
+    "part_o",
+    "part_sums",
+    "notes",
+    "q_raw",
+    "staged",
+)
 OPTIONAL += (*per_head.OPTIONAL, *swapped.OPTIONAL, *joined.OPTIONAL)
 """References that a kernel may do without."""
 LIFT = 15
@@ -49,8 +63,7 @@ class Tile:
 
 
 def run(x, r: Any, shared: dict[str, Any]) -> None:
-    """One worker of a thread block; `shared` are its unions in shared memory."""
-    r.worker = lax.axis_index("worker") if x.num_workers > 1 else 0
+    """One thread block; `shared` are its unions in shared memory."""
     r.shared = _named(x, shared)
     if x.num_shares is not None:
         _share(x, r)
@@ -59,14 +72,13 @@ def run(x, r: Any, shared: dict[str, Any]) -> None:
 
 
 def _own(x, r: Any, t: "Tile") -> Any:
-    """The references with the worker's own shared memory, for one tile.
+    """The references with shared memory as it is for one tile.
 
     A zero made of the tile's token hides from the compiler that this memory is always the same, or the addresses of
     everything before and after the main loop would be kept in registers through it.
     """
     zero = lax.shift_right_logical(t.token0, i32(31))
-    worker = zero if x.num_workers == 1 else r.worker + zero
-    own = {name: ref.at[worker] for name, ref in r.shared.items()}
+    own = {name: ref.at[zero] for name, ref in r.shared.items()}
     return SimpleNamespace(**vars(r) | own)
 
 
@@ -120,7 +132,6 @@ def _last_request(x, inside):
 def _split(x, r: Any) -> None:
     """One split of one tile."""
     chunk, slot, split = (lax.axis_index(name) for name in ("chunk", "slot", "split"))
-    slot = slot * x.num_workers + r.worker
     if x.at_once and x.block_q == 1:
         once.fetch_q(x, r, slot, chunk)
 
@@ -154,8 +165,7 @@ def _split(x, r: Any) -> None:
 
         @pl.when(t.count > 0)
         def _():
-            sinks = _sinks(x, r, t) if x.early_sinks else None
-            _write(x, r, t, _attend(x, r, t, first, last, bounds), sinks)
+            _write(x, r, t, _attend(x, r, t, first, last, bounds))
 
         return
     size = x.split_blocks
@@ -187,13 +197,12 @@ def _once(x, r: Any, t: "Tile") -> None:
         _write(x, r, t, once.attend(x, r, t), sinks)
 
     if x.block_q == 1:
-        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar.at[r.worker]))
+        pl.when(t.count <= 0)(lambda: plgpu.barrier_wait(r.q_bar))
 
 
 def _share(x, r: Any) -> None:
     """An equal share of all blocks of keys, request by request, tile by tile, for one chunk of heads."""
     share, chunk = lax.axis_index("share"), lax.axis_index("chunk")
-    share = share * x.num_workers + r.worker
 
     def work(b):
         """Tiles of request b, and blocks of each, at least one."""
@@ -315,7 +324,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
 
     def fetch(pool, ring, bars, j, pages):
         to = lax.rem(j - first, i32(num_stages))
-        bar = bars.at[r.worker * num_stages + to]
+        bar = bars.at[to]
         rows = min(x.page, block_kv)
         offset = lax.rem(j * block_kv, i32(x.page)) if block_kv < x.page else 0
         for i, number in enumerate(pages):
@@ -356,30 +365,31 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         ahead = page_numbers(jnp.minimum(j + num_stages, last - 1))
         hole = (j * block_kv, low, high) if masked else None
         k, v = r.k_ring.at[at], r.v_ring.at[at]
+        v_tile = r.v_tile if x.two_tiles else r.tile
 
-        def values():
-            """V's block as wgmma reads it, when it is there; its codes leave the ring at once."""
-            if not x.restage:
-                return _clear(x, v, hole) if masked else v
-            _convert(x, r, v, r.v_scales.at[at] if x.per_head else None, kv_head, hole)
+        def convert_v():
+            """V's block, when it is there, as numbers."""
+            plgpu.barrier_wait(r.v_bar.at[at])
+            codes.convert(x, v, r.v_scales.at[at] if x.per_head else None, kv_head, hole, v_tile)
+            if not x.swapped:  # else with P
+                plgpu.commit_smem()
+
+        def refill():
             pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
-            return r.tile
-
-        def weights():
-            """Waits for V's block; what P is multiplied with before it is rounded, or None."""
-            plgpu.barrier_wait(r.v_bar.at[r.worker * num_stages + at])
-            return scales_of(x, r.v_scales.at[at], kv_head, hole) if x.per_head else None
 
         def meanwhile():
-            weights()
-            values()
+            convert_v()
+            if x.code_keys:
+                refill()
 
-        plgpu.barrier_wait(r.k_bar.at[r.worker * num_stages + at])
+        plgpu.barrier_wait(r.k_bar.at[at])
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
         if x.restage and not x.code_keys:
-            _convert(x, r, k, r.k_scales.at[at] if x.per_head else None, kv_head, None)
+            codes.convert(x, k, r.k_scales.at[at] if x.per_head else None, kv_head, None, r.tile)
+            plgpu.commit_smem()
             k = r.tile
-        s = _scores(x, r, k, meanwhile if x.code_keys else None)
+        early = x.code_keys or x.two_tiles
+        s = _scores(x, r, k, meanwhile if early else None)
         if scales is not None:
             s = s * per_key(scales, s)
         pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
@@ -395,12 +405,19 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             )
             s = jnp.where(seen, s, -jnp.inf)
         (m, total, o), p = _update(x, r, state, s, sharp)
-        weight = None if x.code_keys else weights()
-        if weight is not None:
-            p = p * per_key(weight, p)
-        o = _add_product(x, r, o, p, r.tile if x.code_keys else values())
         if not x.restage:
-            pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
+            plgpu.barrier_wait(r.v_bar.at[at])
+            v = codes.clear(x, v, hole) if masked else v
+        elif not early:
+            convert_v()
+        if x.per_head:
+            weight = scales_of(x, r.v_scales.at[at], kv_head, hole)
+            p = p * per_key(weight, p)
+        if x.restage and not x.code_keys:
+            refill()
+        o = _add_product(x, r, o, p, v_tile if x.restage else v)
+        if not x.restage:
+            refill()
         return m, total, (o,)
 
     masked, plain = (functools.partial(step, masked=masked) for masked in (True, False))
@@ -410,14 +427,15 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
     if x.window is not None:
         state = lax.fori_loop(first, full_first, masked, state)
     state = lax.fori_loop(full_first, full_last, plain, state)
-    m, total, (o,) = lax.fori_loop(full_last, last, masked, state)
+    state = lax.fori_loop(full_last, last, masked, state)
+    m, total, (o,) = swapped.finished(r, state) if x.swapped else state
     return m, total, (o if r.v_scale is None else o * r.v_scale[0],)
 
 
 def _join(x, r: Any, state, s):
     """State with partial results of prefixes, whose scores are `s`, see `_decode_joined`."""
     (m, total, o), p = swapped.update(x, r, state, s, 0) if x.swapped else softmax.update(state, s, 1.0)
-    plgpu.barrier_wait(r.prefix_bar.at[r.worker])
+    plgpu.barrier_wait(r.prefix_bar)
     o = _add_product(x, r, o, p, r.prefix_rows)
     if x.swapped:
         plgpu.commit_smem()  # everyone has multiplied
@@ -426,7 +444,7 @@ def _join(x, r: Any, state, s):
 
 def _load_q(x, r: Any, t: Tile):
     """Bring the tile's rows of q into shared memory; returns what scores of a row must be multiplied with, or None."""
-    base, bar = lax.div(t.chunk * x.block_g, i32(8)) * 8, r.q_bar.at[r.worker]
+    base, bar = lax.div(t.chunk * x.block_g, i32(8)) * 8, r.q_bar
     for i in range(x.block_q):
         source = r.q.at[jnp.minimum(t.token0 + i, x.N - 1), pl.ds(base, x.slab)]
         plgpu.copy_gmem_to_smem(source, r.q_raw.at[pl.ds(i * x.slab, x.slab)], bar)
@@ -464,55 +482,6 @@ def _update(x, r: Any, state, s, sharp):
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(_times(x, s, sharp) - softmax.across(m_new, s))
     return (m_new, total * alpha + jnp.sum(p, axis=1), softmax.scaled(o, alpha)), p
-
-
-def _layout(x, dtype):
-    """Register layout of a block of the cache."""
-    if x.restage:
-        return _mosaic.strips(dtype, 2 * _span(x))
-    return _mosaic.strips(dtype, x.swizzle)
-
-
-def _span(x) -> int:
-    """Columns of a register tile of converted codes."""
-    return 128 if x.D >= 128 else 64
-
-
-def _keep(value, layout, start, low, high):
-    """Keys outside [low, high) become zero, because a product with P = 0 would let their NaN through."""
-    row = plgpu.broadcasted_iota(i32, value.shape, 0, layout=layout)
-    return jnp.where((row >= low - start) & (row < high - start), value, jnp.zeros_like(value))
-
-
-def _convert(x, r: Any, codes, scales, head, hole) -> None:
-    """Codes of a block as 16-bit numbers in `tile`."""
-    layout, rows = _layout(x, codes.dtype), min(x.block_kv, 1024 // x.D)
-    for n in range(0, x.block_kv, rows):
-        some = pl.ds(n, rows)
-        if x.per_head:
-            value = per_head.numbers(x, codes.at[some], scales, head, layout, _span(x), n)
-        else:
-            value = plgpu.load(codes.at[some], layout=layout).astype(x.operand)
-        if hole is not None:
-            start, low, high = hole
-            value = _keep(value, layout, start + n, low, high)
-        r.tile[pl.ds(n, rows), :] = value
-    plgpu.commit_smem()
-
-
-def _clear(x, block, hole):
-    """The block, what no row sees zeroed."""
-    start, low, high = hole
-
-    @pl.when((start < low) | (start + x.block_kv > high))
-    def _():
-        layout = _layout(x, block.dtype)
-        for n in range(0, x.D, common.PIECE):
-            piece = pl.ds(n, common.PIECE)
-            block[:, piece] = _keep(plgpu.load(block.at[:, piece], layout=layout), layout, start, low, high)
-        plgpu.commit_smem()
-
-    return block
 
 
 def _scores(x, r: Any, k, meanwhile):

@@ -94,7 +94,7 @@ def fetch(x, r: Any, t: Any) -> None:
         piece, i = n // x.block_q % x.joined.pieces, n % x.block_q
         source = r.prefix_o.at[piece * x.N + jnp.minimum(t.token0 + i, x.N - 1), pl.ds(base, x.slab)]
         place = r.prefix_rows.at[pl.ds(n * x.slab, x.slab)]
-        plgpu.copy_gmem_to_smem(source, place, r.prefix_bar.at[r.worker])
+        plgpu.copy_gmem_to_smem(source, place, r.prefix_bar)
 
 
 def scores(x, r: Any, t: Any, whole: Any):

@@ -57,10 +57,10 @@ def illegal(x) -> str | None:
 # ---------------------------------------------------------------- device code
 def fetch_q(x, r: Any, token0: Any, chunk: Any) -> None:
     """Start the copies of a tile's rows of q; with one token a tile, its slot, before the request is found."""
-    base, tile = lax.div(chunk * x.block_g, i32(8)) * 8, r.shared["q_tile"].at[r.worker]
+    base, tile = lax.div(chunk * x.block_g, i32(8)) * 8, r.shared["q_tile"].at[0]
     for i in range(x.block_q):
         source = r.q.at[jnp.minimum(token0 + i, x.N - 1), pl.ds(base, x.slab)]
-        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(i * x.slab, x.slab)], r.q_bar.at[r.worker])
+        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(i * x.slab, x.slab)], r.q_bar)
 
 
 def attend(x, r: Any, t: Any):
@@ -80,7 +80,7 @@ def attend(x, r: Any, t: Any):
     numbers = [page_number(i) for i in range(x.num_stages * copies)]
 
     def bar_of(bars, n):
-        return bars.at[r.worker * x.num_stages + n]
+        return bars.at[n]
 
     def fetch(pool, ring, bars):
         for i, number in enumerate(numbers):
@@ -108,7 +108,7 @@ def attend(x, r: Any, t: Any):
 
     for n in range(x.num_stages):
         pl.when(empty(n))(lambda n=n: _zero(x, r.v_ring.at[n]))
-    plgpu.barrier_wait(r.q_bar.at[r.worker])
+    plgpu.barrier_wait(r.q_bar)
     scores = _scores(x, r, bar_of)
     key, column = (plgpu.broadcasted_iota(i32, (KEYS, x.rows), axis, layout=ACC) for axis in (0, 1))
     token = lax.div(column, i32(x.slab)) if x.block_q > 1 else 0

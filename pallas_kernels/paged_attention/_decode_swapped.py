@@ -50,10 +50,10 @@ def across(row, like):
 
 
 def start(x):
-    """State before the first key."""
+    """State before the first key: maxima, sums of P^T over blocks alone, which meet in `finished`, and O^T."""
     return (
         plgpu.layout_cast(jnp.full((x.rows,), FLOOR, f32), COLUMN),
-        plgpu.layout_cast(jnp.zeros((x.rows,), f32), COLUMN),
+        plgpu.layout_cast(jnp.zeros((KEYS, x.rows), f32), ACC),
         (plgpu.layout_cast(jnp.zeros((x.D, x.rows), f32), ACC),),
     )
 
@@ -87,7 +87,13 @@ def update(x, r: Any, state, s, lift):
     m_new = jnp.maximum(m, top - lift)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s - across(m_new, s))
-    return (m_new, total * alpha + column_sum(p, r.room), (o * across(alpha, o),)), p
+    return (m_new, total * across(alpha, total) + p, (o * across(alpha, o),)), p
+
+
+def finished(r: Any, state):
+    """State after the last key, with one sum for each row."""
+    m, total, o = state
+    return m, column_sum(total, r.room), o
 
 
 def add_product(x, r: Any, o: tuple, p, v):

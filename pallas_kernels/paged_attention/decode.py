@@ -39,11 +39,15 @@ from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, ROWS
 
 BLOCKS = (32, 64, 128)
+CONVERTED = (8, 16, 32, 64)
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 8
 """Query tokens per request, on average, that count as decoding."""
 _SM_SMEM = 233_472
 """Shared memory of a multiprocessor; each thread block takes 1024 bytes more than it asks for."""
+
+_FEW_ROWS = 16
+"""Rows of a tile up to which keys are the rows of wgmma by default."""
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -59,14 +63,14 @@ class Config(common.Config):
     """Steps whose keys and values may be on their way at once."""
     split_pages: int | None = None
     """Pages of a split; results do not depend on the rest of the batch."""
-    num_workers: int = 1
-    """Warpgroups of a thread block, each with a tile or share of its own: more of them leave each fewer registers."""
     num_shares: int | None = None
     """Thread blocks of each chunk of heads, among which the whole batch is shared out equally."""
     swapped: bool = False
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
-    early_sinks: bool = False
-    """Sinks are read before the keys, in two more registers, not behind the last product: for few keys."""
+    convert_keys: int | None = None
+    """Keys whose codes are converted together, a divisor of `block_kv`; None: as many as 1024 numbers."""
+    two_tiles: bool = False
+    """Numbers of values have a place beside that of keys: codes are converted while scores are computed."""
     at_once: bool = False
     """All keys that a tile may see are fetched before the first product, see `_decode_once`: for short windows."""
 
@@ -75,8 +79,8 @@ class Config(common.Config):
             raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
-        if not 1 <= self.num_workers <= 4:
-            raise ValueError(f"num_workers must lie between 1 and 4, got {self.num_workers}")
+        if self.convert_keys not in (None, *CONVERTED):
+            raise ValueError(f"convert_keys must be {_mosaic.either(CONVERTED)} or None, got {self.convert_keys}")
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
 
@@ -102,11 +106,11 @@ class Plan:
     softcap: float | None
     block_kv: int
     num_stages: int
-    num_workers: int
     split_pages: int | None
     num_shares: int | None
     swapped: bool
-    early_sinks: bool
+    convert_keys: int | None
+    two_tiles: bool
     at_once: bool
     interpreted: bool
     joined: Any = None
@@ -182,8 +186,8 @@ class Plan:
     def grid(self) -> dict[str, int]:
         """Names and sizes of the grid's axes; the last runs fastest."""
         if self.num_shares is not None:
-            return {"share": -(-self.num_shares // self.num_workers), "chunk": self.chunks}
-        return {"slot": -(-self.slots // self.num_workers), "split": self.num_splits, "chunk": self.chunks}
+            return {"share": self.num_shares, "chunk": self.chunks}
+        return {"slot": self.slots, "split": self.num_splits, "chunk": self.chunks}
 
     @property
     def partials(self) -> int:
@@ -232,6 +236,11 @@ class Plan:
         return self.lifted or self.code_keys
 
     @property
+    def converted(self) -> int:
+        """Keys whose codes are converted together."""
+        return self.convert_keys or min(self.block_kv, 1024 // self.D)
+
+    @property
     def operand(self):
         """Dtype that wgmma multiplies, `code_keys` apart."""
         return jnp.dtype(jnp.float16) if self.lifted else self.dtype
@@ -278,17 +287,36 @@ def why_not(**args) -> str | None:
     return None
 
 
+def _pays_swapped(x: Plan) -> bool:
+    """Whether keys become the rows of wgmma by default: for tiles of few rows, as measured.
+
+    Caches with scales per token and head are left out, for which nothing was measured.
+    """
+    return x.D <= 128 and x.rows <= _FEW_ROWS and not x.per_head
+
+
 def default_config(**args) -> Config:
     """One thread block a tile where there is little to split, else equal shares for all that the GPU holds at once.
 
     Measured on an H200 in one process with FlashAttention-3, times of kernels: 32 requests of 8192 keys, 32/8 heads of
-    128, two stages of 64 keys in shares 247 us, three 250, one block a tile 243 (FA3 247); lengths from an eighth to
+    128, two stages of 64 keys in shares 246 us, three 249, one block a tile 240 (FA3 244); lengths from an eighth to
     all 156, 158, 177 (FA3 178). 64 requests of 1 to 512 keys, one block a tile: two stages 25, three 26, in shares 32
-    (FA3 31). Its float8 cache: four stages 177, three 184.
+    (FA3 31). Its float8 cache: four stages 205, three and five 210. With keys as the rows of wgmma these take 244 and
+    181, 64 requests of 4096 keys with heads of 64 142 instead of 147 (FA3 143), with a window of 128 9.1 instead of
+    12.4 and with all keys at once 7.6.
     """
     x = _plan(Config(), **args)
-    config = Config(block_kv=32 if x.D == 256 else 64, num_stages=4 if x.D == 64 or x.restage else 2)
+    config = Config(
+        block_kv=32 if x.D == 256 else 64,
+        num_stages=4 if x.D == 64 or x.restage else 2,
+        swapped=_pays_swapped(x),
+    )
     keys = x.pages * x.page
+    if x.window is not None:
+        together = dataclasses.replace(config, num_stages=min(once.blocks(x), 8), at_once=True)
+        plan = _plan(together, **args)
+        if illegal(plan) is None and 2 * (_smem(plan) + 1024) <= _SM_SMEM:
+            return together
     if x.window is not None or keys <= 1024:
         least = -(-min(keys, x.window or keys) // config.block_kv) + 1
         return dataclasses.replace(config, num_stages=min(3 if x.D == 64 else 2, least))
@@ -303,12 +331,7 @@ def configs(**args) -> Iterator[Config]:
     x = _plan(Config(), **args)
     shares = [max(1, n * _mosaic.num_sms() // x.chunks) for n in (1, 2, 3, 4)]
     ways: list[dict[str, Any]] = [{}, {"split_pages": 8}, {"split_pages": 32}, *({"num_shares": n} for n in shares)]
-    if x.window is not None:
-        ways += [{"num_workers": n} for n in (2, 4)]
-        if args["sinks"] is not None:
-            ways += [{"early_sinks": True}, {"early_sinks": True, "num_workers": 2}]
-    stages = min(once.blocks(x), 8)
-    together = [Config(num_stages=stages, swapped=True, at_once=True, num_workers=n) for n in (1, 2, 4)]
+    together = Config(num_stages=min(once.blocks(x), 8), swapped=True, at_once=True)
     found = [
         Config(block_kv=block_kv, num_stages=num_stages, swapped=swap, **how)
         for block_kv in BLOCKS
@@ -316,7 +339,10 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
-    for config in dict.fromkeys([*found, *together, default_config(**args)]):
+    if x.restage:
+        found += [dataclasses.replace(c, convert_keys=c.block_kv) for c in found if c.block_kv in CONVERTED]
+        found += [dataclasses.replace(c, two_tiles=True) for c in found if c.convert_keys]
+    for config in dict.fromkeys([*found, together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
 
@@ -325,6 +351,13 @@ def illegal(x: Plan) -> str | None:
     """Why a legal configuration does not fit these shapes."""
     if x.restage and x.block_kv < 64:
         return f"block_kv must be at least 64 for {x.cache_dtype.name} caches, got {x.block_kv}"
+    if x.convert_keys is not None and not x.restage:
+        return f"convert_keys is for caches of codes, got {x.cache_dtype.name}; leave it out"
+    if x.two_tiles and (not x.restage or x.code_keys):
+        given = f"q in {x.dtype.name} and a cache in {x.cache_dtype.name}"
+        return f"two_tiles is for keys whose codes are converted, got {given}; leave it out"
+    if x.restage and x.converted * x.D < 1024:
+        return f"convert_keys must be at least {1024 // x.D} for head dim {x.D}, got {x.converted}"
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
@@ -347,12 +380,12 @@ def illegal(x: Plan) -> str | None:
 
 # ---------------------------------------------------------------- scratch memory
 def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
-    """Scratch of a thread block's workers: name -> members of a union, each a tuple of buffers.
+    """Scratch of a thread block: name -> members of a union, each a tuple of buffers.
 
     Blocks of keys and values arrive in `ring`, where results leave from, too: `rows` in q's dtype, `sums` in float32.
     wgmma reads `q_tile`. Codes go through `tile`. `p_tile` exists interpreted only.
     """
-    lead = (x.num_workers,)
+    lead = (1,)  # see `_decode_blocks._own`
     swizzled = _mosaic.swizzled(x.swizzle, bytes_per_value=2)
 
     def tile(rows, transforms, dtype=x.operand):
@@ -381,7 +414,8 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
     if x.partials:
         scratch["ring"] += ((staged(f32),),)
     if x.restage:
-        scratch["tile"] = ((tile(x.block_kv, swizzled),),)
+        for name in ("tile", "v_tile") if x.two_tiles else ("tile",):
+            scratch[name] = ((tile(x.block_kv, swizzled),),)
     if x.swapped:
         scratch |= {name: ((memory,),) for name, memory in swapped.scratch(x, *lead).items()}
     elif x.interpreted:
@@ -443,11 +477,10 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         blocks.run(x, SimpleNamespace(**dict.fromkeys(blocks.OPTIONAL) | given | scratch), shared)
 
     body.__name__ = "paged_decode"
-    W = x.num_workers
     copies = (1 + x.per_head) * max(1, x.block_kv // x.page)
-    bars = plgpu.Barrier(num_arrivals=copies, num_barriers=W * x.num_stages)
-    q_bar = plgpu.Barrier(num_arrivals=x.block_q, num_barriers=W)
-    more = {} if x.joined is None else {"prefix_bar": plgpu.Barrier(num_arrivals=joined.copies(x), num_barriers=W)}
+    bars = plgpu.Barrier(num_arrivals=copies, num_barriers=x.num_stages)
+    q_bar = plgpu.Barrier(num_arrivals=x.block_q)
+    more = {} if x.joined is None else {"prefix_bar": plgpu.Barrier(num_arrivals=joined.copies(x))}
     scratch = {name: _union(*members) for name, members in _scratch(x).items()}
     out = plgpu.kernel(
         body,
@@ -455,7 +488,6 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         scratch_types=scratch | more | {"q_bar": q_bar, "k_bar": bars, "v_bar": bars},
         grid=tuple(x.grid.values()),
         grid_names=tuple(x.grid),
-        **({"num_threads": W, "thread_name": "worker"} if W > 1 else {}),
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(
             approx_math=x.softcap is None,  # the approximate tanh has 11 bits

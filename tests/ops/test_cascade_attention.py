@@ -410,8 +410,11 @@ def test_joined_wants_the_kernels_that_know_of_each_other():
         (False, True),
         (True, True),
         (False, False),
+        (True, False),
     }
-    assert not mosaic.default_config(**args).joined
+    assert mosaic.default_config(**args).joined
+    assert not mosaic.default_config(**prepared("bfloat16, float8_e4m3fn cache, D 128, one prefix")).joined
+    assert not mosaic.default_config(**prepared("float32, D 64, one prefix")).joined
     with pytest.raises(
         ValueError, match="joined needs a prefix of prefill's kernel and a suffix of the decoding kernel's"
     ):

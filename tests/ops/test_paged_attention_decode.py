@@ -88,6 +88,18 @@ def test_keys_as_rows_of_wgmma(config, make, options, rng):
 
 
 @pytest.mark.parametrize(
+    ("make", "options"),
+    [(make_inputs, {"cache_dtype": FP8}), (coded, {"stored": "uint8"}), (coded, {"stored": "int8"})],
+    ids=["fp8", "int4", "int8"],
+)
+def test_how_codes_are_converted_changes_no_bit(make, options, rng):
+    args = make(rng, query_lengths=(1, 1), lengths=(90, 70), D=128, return_lse=True, **options)
+    config = dataclasses.replace(WHOLE, swapped=True)
+    more = {} if options == {"cache_dtype": FP8} else {"two_tiles": True}
+    same_bits(run(args, config), run(args, dataclasses.replace(config, convert_keys=64, **more)))
+
+
+@pytest.mark.parametrize(
     ("stages", "options"),
     [
         (2, {"query_lengths": (1, 1), "lengths": (90, 33), "window": 31, "sinks": True}),
@@ -123,34 +135,13 @@ def test_scales_per_head_arrive_where_tma_may_write(K, page, block_kv):
     assert min(np.diff(places)) == 4 * K
 
 
-def test_sinks_read_before_the_keys_change_no_bit(rng):
-    args = make_inputs(rng, (1, 1), (90, 33), window=31, sinks=True, return_lse=True)
-    same_bits(run(args, WHOLE), run(args, dataclasses.replace(WHOLE, early_sinks=True)))
-
-
 def test_what_may_help_is_among_the_configurations():
-    """For windows thread blocks of several tiles and early sinks, else shares of different sizes."""
-    sinks = {"sinks": jax.ShapeDtypeStruct((64,), jnp.float32)}
-    windows = list(decode.configs(**(shapes(window=128) | sinks)))
+    """For windows all keys at once, else shares of different sizes."""
+    windows = list(decode.configs(**shapes(window=128)))
     assert {c.swapped for c in windows if c.block_kv == 64} == {False, True}
-    assert {(c.num_workers, c.early_sinks) for c in windows} == {
-        (1, False),
-        (2, False),
-        (4, False),
-        (1, True),
-        (2, True),
-    }
     assert len({c.num_shares for c in decode.configs(**shapes())}) == 5
-    assert {(c.num_stages, c.num_workers) for c in windows if c.at_once} == {(3, 1), (3, 2)}
+    assert [c.num_stages for c in windows if c.at_once] == [3]
     assert not any(c.at_once for c in decode.configs(**shapes()))
-
-
-def test_workers_of_a_thread_block_do_not_meet(rng):
-    """Without detection of races: it takes the memory of all workers for one."""
-    args = make_inputs(rng, (1, 2, 1), (70, 33, 9), H=2, K=1, sinks=True, return_lse=True)
-    for config in (WHOLE, SHARED):
-        several = dataclasses.replace(config, num_workers=2)
-        same_bits(run(args, several, detect_races=False), run(args, config))
 
 
 def test_more_shares_than_work(rng):
@@ -256,6 +247,25 @@ def test_the_default_follows_from_shapes(options, kernel, shared):
         assert (config.num_shares is not None) is shared
 
 
+@pytest.mark.parametrize(
+    ("options", "swapped", "at_once"),
+    [
+        ({}, True, False),
+        ({"cache": FP8}, True, False),
+        ({"D": 256}, False, False),
+        ({"N": 256}, False, False),
+        ({"H": 64, "K": 1}, False, False),
+        ({"window": 128}, True, True),
+        ({"window": 300}, True, False),
+        ({"window": 128, "cache": FP8}, True, False),
+        ({"window": 128, "D": 256}, False, False),
+    ],
+)
+def test_tiles_of_few_rows_are_swapped_and_short_windows_fetched_at_once(options, swapped, at_once):
+    config = decode.default_config(**shapes(**options))
+    assert (config.swapped, config.at_once) == (swapped, at_once)
+
+
 def test_tiles_hold_what_requests_have_on_average():
     """Tokens of a tile, for 64 rows of which a token takes a multiple of 8."""
     tokens = {N: decode._plan(WHOLE, **shapes(N=N)).block_q for N in (1, 32, 33, 96, 256)}
@@ -272,7 +282,7 @@ def test_tiles_hold_what_requests_have_on_average():
     [
         ({"block_kv": 16}, "block_kv must be 32, 64 or 128, got 16"),
         ({"num_stages": 9}, "num_stages must lie between 1 and 8, got 9"),
-        ({"num_workers": 5}, "num_workers must lie between 1 and 4, got 5"),
+        ({"convert_keys": 4}, "convert_keys must be 8, 16, 32 or 64 or None, got 4"),
         ({"split_pages": 0}, "split_pages must be at least 1 or None, got 0"),
         ({"num_shares": -1}, "num_shares must be at least 1 or None, got -1"),
         (
@@ -305,6 +315,17 @@ def test_configurations_that_cannot_be(options, message):
             {"window": 9},
             {"num_shares": 4},
             "num_shares=4 is for calls without a window; leave it out or use split_pages",
+        ),
+        ({}, {"convert_keys": 64}, "convert_keys is for caches of codes, got bfloat16; leave it out"),
+        (
+            {"cache": FP8},
+            {"two_tiles": True},
+            f"two_tiles is for keys whose codes are converted, got q in bfloat16 and a cache in {FP8}; leave it out",
+        ),
+        (
+            {"cache": FP8, "D": 64},
+            {"convert_keys": 8},
+            "convert_keys must be at least 16 for head dim 64, got 8",
         ),
         ({"window": 9}, {"at_once": True}, "at_once needs swapped=True"),
         (
