@@ -4,9 +4,8 @@ A tile is 64 consecutive (token, head) rows of one request, whose latents serve 
 float32 numbers fills the registers of two warpgroups, the mixers, which hold half of the columns each: a split that is
 FlashMLA's (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). `_fetch` is the producer.
 One warpgroup, the scorer, multiplies q with each block of keys as its pieces arrive, takes the softmax and leaves P and
-the factor of what came before in shared memory; the mixers multiply P with their half of the values, which are the first
-part of the very rows that were keys. The scorer is a block ahead: its softmax runs beside the products of the block
-before, and theirs wait for nothing but P.
+the factor of what came before in shared memory; the mixers multiply P with their half of the values, the first part of
+the very rows that were keys. The scorer is a block ahead: its softmax runs beside the products of the block before.
 
 P of a block lies in its own place, over the last 64 columns of the keys, which no value is part of: the scorer is the
 only one to read them, and done with them by then. So a place that is free, both mixers being done with it, is free of
@@ -28,8 +27,6 @@ from pallas_kernels.mla import _fetch, _work
 from pallas_kernels.mla._plan import BLOCK, PIECE, READERS, REGISTERS, ROWS, TOLD, Plan
 
 f32, i32 = jnp.float32, jnp.int32
-COLUMNS = 128
-"""Columns of one of the mixers' products: ptxas assembles none whose sums exceed the registers at launch."""
 TOTAL = READERS
 """Row of `stats` that holds the sums of an item; those before hold the factors that come with P of each place."""
 
@@ -80,6 +77,8 @@ def _score(x: Plan, r: Any, t: Any) -> None:
         m, total = state
         place = (i & 1) + t.zero
         s = _scores(x, r, t, place)
+        if x.config.turns:
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(r.turn_bar.at[1 - place]))
         s = lax.cond(t.first + i < t.plain, lambda s: s, lambda s: jnp.where(_visible(x, t, i), s, -jnp.inf), s)
         m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
         p = jnp.exp2(s * sharp - softmax.across(m_new, s))
@@ -95,6 +94,8 @@ def _score(x: Plan, r: Any, t: Any) -> None:
     plgpu.barrier_wait(r.q_bar)
     m, total, _ = softmax.start(ROWS, ())
     m, total = lax.fori_loop(0, t.blocks, step, (m, total))
+    if x.config.turns:
+        plgpu.barrier_arrive(r.turn_bar.at[(t.blocks - 1) & 1])
     r.stats[TOTAL] = total
     plgpu.commit_smem()
     plgpu.barrier_arrive(r.sum_bar)
@@ -106,8 +107,8 @@ def _scores(x: Plan, r: Any, t: Any, place):
     q, k, each = r.q_tile.at[t.zero], r.k_tile.at[place], x.D // PIECE // x.groups
 
     def product(acc):
-        for n in range(x.D // PIECE):
-            if n % each == 0:
+        for i, n in enumerate(sum(x.parts, ())):
+            if i % each == 0:
                 plgpu.barrier_wait(r.k_bar.at[place * x.groups + n // each])
             plgpu.wgmma(acc, q.at[n], k.at[n].T)
         return acc[...]
@@ -131,14 +132,28 @@ def _mix(x: Plan, r: Any, w, t: Any) -> None:
     def step(i, o):
         place = (i & 1) + t.zero
         plgpu.barrier_wait(r.p_bar.at[place])
-        o = o * softmax.across(plgpu.load(r.stats.at[place], layout=ROW, optimized=False), o)
-        v = r.k_tile.at[place, pl.ds((w + t.zero) * half, half)]
+        alpha = plgpu.load(r.stats.at[place], layout=ROW, optimized=False)
         p = plgpu.load(r.k_tile.at[place, x.held - 1], layout=ACC)
-        o = _add_product(x, r, w, o, p, v)
-        _release(x, r, place)
-        return o
+        if len(x.parts) > 1:
+            _release(x, r, place, 0)
+        o = softmax.scaled(o, alpha)
+        if x.config.turns:
+            o = lax.optimization_barrier(o)
+            plgpu.barrier_wait(r.turn_bar.at[place])
+        v = r.k_tile.at[place, pl.ds((w + t.zero) * half, half)]
+        o = list(_add_products(x, r, w, o, p, v))
+        for n in range(x.chunks):
+            if not x.interpreted and (len(x.parts) > 1 or n == 0):
+                plgpu.wgmma_wait(x.chunks - 1 - n if len(x.parts) > 1 else 0)
+                ready = slice(n, n + 1) if len(x.parts) > 1 else slice(None)
+                o[ready] = lax.optimization_barrier(o[ready])
+            if len(x.parts) > 1:
+                _release(x, r, place, 1 + n)
+        if len(x.parts) == 1:
+            _release(x, r, place, 0)
+        return tuple(o)
 
-    _, _, (o,) = softmax.start(ROWS, (x.Dv // READERS,))
+    _, _, o = softmax.start(ROWS, (x.columns,) * x.chunks)
     o = lax.fori_loop(0, t.blocks, step, o)
     plgpu.barrier_wait(r.sum_bar)
     total = plgpu.load(r.stats.at[TOTAL], layout=ROW, optimized=False)
@@ -146,28 +161,30 @@ def _mix(x: Plan, r: Any, w, t: Any) -> None:
     plgpu.barrier_arrive(r.q_free)
 
 
-def _add_product(x: Plan, r: Any, w, o, p, v):
-    """O + P V, V in pieces of 64 columns."""
+def _add_products(x: Plan, r: Any, w, o: tuple[Any, ...], p, v) -> tuple[Any, ...]:
+    """Chunks of O + P V, V in pieces of 64 columns; compiled, one wgmma group each, all of them in flight."""
+    wide = x.columns // PIECE
     if not x.interpreted:
-        o = _mosaic.add_product(v, o, p, min(x.Dv // READERS, COLUMNS))
-        plgpu.wgmma_wait(0)
-        return lax.optimization_barrier(o)
+        return _mosaic.add_products(v, o, p)
     r.p_own[w] = p
     plgpu.commit_smem()
 
-    def fresh(acc):
-        for n in range(v.shape[0]):
-            plgpu.wgmma(acc.at[:, pl.ds(n * PIECE, PIECE)], r.p_own.at[w], v.at[n])
-        return acc[...]
+    def fresh(n):
+        def product(acc):
+            for i in range(wide):
+                plgpu.wgmma(acc.at[:, pl.ds(i * PIECE, PIECE)], r.p_own.at[w], v.at[n * wide + i])
+            return acc[...]
 
-    return o + pl.run_scoped(fresh, _mosaic.ACC(o.shape, f32))
+        return pl.run_scoped(product, _mosaic.ACC((ROWS, x.columns), f32))
+
+    return tuple(chunk + fresh(n) for n, chunk in enumerate(o))
 
 
-def _release(x: Plan, r: Any, place) -> None:
-    """Say that the warpgroup is done with a place; of a cluster's barrier only some threads tell, so all must be."""
-    if x.config.pair:
+def _release(x: Plan, r: Any, place, part: int) -> None:
+    """Say that a part of a place is read; of a cluster's barrier only some threads tell, so that all must be done."""
+    if x.config.pair or x.interpreted:
         plgpu.commit_smem()
-    plgpu.barrier_arrive(r.k_free.at[place])
+    plgpu.barrier_arrive(r.k_free.at[place * len(x.parts) + part])
 
 
 # ---------------------------------------------------------------- results
@@ -195,13 +212,15 @@ def _store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
 
         @pl.when(t.part >= 0)
         def _():
-            _mosaic.store(r.part_o.at[t.part, :, pl.ds(w * half, half)], o)
+            for n, chunk in enumerate(o):
+                _mosaic.store(r.part_o.at[t.part, :, pl.ds(w * half + n * x.columns, x.columns)], chunk)
 
     @pl.when(t.part < 0)
     def _():
-        (rows,) = softmax.output((None, total, (o,)))
+        rows = softmax.output((None, total, o))
         for n in range(half // PIECE):
-            r.q_rows[0, w * (half // PIECE) + n] = rows[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
+            chunk, first = divmod(n * PIECE, x.columns)
+            r.q_rows[0, w * (half // PIECE) + n] = rows[chunk][:, first : first + PIECE].astype(x.dtype)
         plgpu.commit_smem()
 
         @pl.loop(0, ROWS // x.granule)

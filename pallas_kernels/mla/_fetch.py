@@ -40,7 +40,7 @@ def produce(x: Plan, r: Any) -> None:
     r.told[at, 0] = i32(0)
     plgpu.barrier_arrive(r.told_bar.at[at])
     if x.interpreted or x.config.pair:
-        _drain(r, counts)
+        _drain(x, r, counts)
 
 
 def _produce(x: Plan, r: Any, item: _work.Item, counts):
@@ -65,8 +65,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             number = r.page_table[t.request, jnp.clip(base + n, 0, last)]
             r.told[TOLD + (sum(used) & (KEPT - 1)), n] = jnp.clip(number, 0, x.pool - 1)
 
-    def fetch(i, used, ring, bar, last: int = pieces):
-        """The pieces before `last`; `bar(piece)` is told of a piece."""
+    def fetch(i, used, ring, bar, order: tuple[int, ...] = tuple(range(pieces))):
+        """Pieces in an order; `bar(piece)` is told of a piece."""
         start, size = (t.first + i) * BLOCK, BLOCK // x.copies
         offset = lax.rem(start, i32(x.page)) if x.page > BLOCK else 0
 
@@ -76,40 +76,57 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             source = r.cache.at[number, pl.ds(offset, size), columns]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(row, size)], bar, **share)
 
-        @pl.loop(0, x.copies * last)
-        def _(n):
-            piece, copy = (lax.div(n, i32(x.copies)), lax.rem(n, i32(x.copies))) if x.copies > 1 else (n, 0)
-            copy_columns(copy, pl.ds(piece * PIECE, PIECE), ring.at[piece], bar(piece))
+        for first, count in _runs(order):
+
+            @pl.loop(0, x.copies * count)
+            def _(n, first=first):
+                piece, copy = (lax.div(n, i32(x.copies)), lax.rem(n, i32(x.copies))) if x.copies > 1 else (n, 0)
+                piece += first
+                copy_columns(copy, pl.ds(piece * PIECE, PIECE), ring.at[piece], bar(piece))
 
         if x.packed:
 
             @pl.loop(0, x.copies)
             def _(copy):
                 copy_columns(copy, pl.ds(LATENT, SCALE_BYTES), r.k_marks.at[i & 1, 0], bar(0))
-                copy_columns(copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, last], bar(last))
+                copy_columns(
+                    copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, len(order)], bar(len(order))
+                )
 
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
         valid = t.length - (t.first + i) * BLOCK
 
-        pl.when(before > 0)(lambda: plgpu.barrier_wait(r.k_free.at[place]))
+        def free(*parts):
+            def wait():
+                for part in parts:
+                    plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
+
+            pl.when(before > 0)(wait)
 
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
         if x.codes:
+            free(0)
             coded = LATENT // PIECE if x.packed else pieces
-            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, last=coded)
+            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, tuple(range(coded)))
             plgpu.barrier_wait(r.raw_bar)
             (_decode_packed if x.packed else _decode)(x, r, place)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
             plgpu.barrier_arrive(here(0))
         else:
-            pl.when(valid >= BLOCK)(lambda: fetch(i, used, r.k_rows.at[place], here))
+
+            @pl.when(valid >= BLOCK)
+            def _():
+                for part, order in enumerate(x.parts):
+                    free(part)
+                    fetch(i, used, r.k_rows.at[place], here, order)
 
             @pl.when(valid < BLOCK)
             def _():
+                free(*range(len(x.parts)))
                 fetch(i, used, r.k_rows.at[place], lambda _: r.raw_bar)
                 plgpu.barrier_wait(r.raw_bar)
                 _clean(x, r.k_tile.at[place], valid)
@@ -120,24 +137,61 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
 
         used = used[0] + (1 - place), used[1] + place
         remember(i + 1, used)
+        if x.config.prefetch:
+            _prefetch(x, r, t, i + x.config.prefetch)
         return used
 
     remember(i32(0), used)
+    for i in range(2, x.config.prefetch):
+        _prefetch(x, r, t, i32(i))
     pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
     _fetch_q(x, r, t)
     used = lax.fori_loop(0, t.blocks, block, tuple(used))
     return items + 1, *used
 
 
-def _drain(r: Any, counts) -> None:
+def _prefetch(x: Plan, r: Any, t: Any, i) -> None:
+    """Bring block i of an item, if there is one, into L2; each thread block of a pair brings half of it."""
+    if x.interpreted:
+        return
+    rows, row_bytes = BLOCK // x.copies, r.cache.shape[2] * r.cache.dtype.itemsize
+    size = rows * row_bytes // x.members
+
+    def emit(context, cache, first, wanted, member):
+        del context
+        wanted = _words.both(_words.less(_words.Thread().index, 1), _words.less(0, _words.scalar(wanted)))
+        memory = _words.Memory(cache).wide(_words.scalar(first), row_bytes).wide(_words.scalar(member), size)
+        text = "{.reg .pred p; setp.ne.b32 p, $1, 0; " + f"@p cp.async.bulk.prefetch.L2.global [$0], {size};" + "}"
+        flag = _mosaic.arith.extui(_mosaic.ir.IntegerType.get_signless(32), wanted)
+        _mosaic.gpu_utils.inline_ptx(text, memory.pointer, flag, has_side_effects=True)
+
+    splat = plgpu.Layout.WG_SPLAT
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), splat, splat, splat))
+    start = (t.first + i) * BLOCK
+    base, last = lax.div(start, i32(x.page)), lax.div(jnp.maximum(t.length - 1, 0), i32(x.page))
+    member = lax.axis_index("member") if x.config.pair else i32(0)
+    for n in range(x.copies):
+        number = jnp.clip(r.page_table[t.request, jnp.clip(base + n, 0, last)], 0, x.pool - 1)
+        offset = lax.rem(start, i32(x.page)) if x.page > BLOCK else 0
+        inline(emit)(r.cache, number * x.page + offset, (i < t.blocks).astype(i32), member)
+
+
+def _runs(order: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ascending numbers as spans without gaps: first and count."""
+    starts = [n for i, n in enumerate(order) if i == 0 or order[i - 1] != n - 1]
+    ends = [n + 1 for i, n in enumerate(order) if i + 1 == len(order) or order[i + 1] != n + 1]
+    return [(first, end - first) for first, end in zip(starts, ends, strict=True)]
+
+
+def _drain(x: Plan, r: Any, counts) -> None:
     """See every barrier that is left complete: no block of a cluster may leave while another still signals to it.
 
     The interpreter always insists.
     """
     items, *used = counts
     pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
-    for n in range(len(used)):
-        pl.when(used[n] > 0)(lambda n=n: plgpu.barrier_wait(r.k_free.at[n]))
+    for n in range(len(used) * len(x.parts)):
+        pl.when(used[n // len(x.parts)] > 0)(lambda n=n: plgpu.barrier_wait(r.k_free.at[n]))
 
 
 def _decode(x: Plan, r: Any, place) -> None:

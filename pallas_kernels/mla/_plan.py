@@ -27,6 +27,8 @@ SCALE_BYTES = 4 * SCALES
 PAGES = (16, 32, 64, 128, 256)
 MAX_D = 576
 MAX_DV = 512
+MAX_COLUMNS = 128
+"""ptxas assembles no product whose sums exceed the registers that a thread has at launch."""
 TOLD = 4
 """Items that the producer may tell of before the first is forgotten."""
 KEPT = 4
@@ -50,6 +52,20 @@ class Config:
     pair: bool = False
     """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
     the traffic out of L2."""
+
+    turns: bool = False
+    """The values of a block wait for the scores of the next one, so that the tensor cores work on one at a time and a
+    softmax runs beside products with values."""
+
+    early: bool = False
+    """Each block's place is filled anew in parts: where P was, then what either half of the columns' first product has
+    read, then the rest. Not of codes."""
+
+    prefetch: int = 0
+    """How many blocks ahead of its fetch a block is brought into L2."""
+
+    warp_scan: bool = False
+    """With `num_shares`: the lanes of a warp look at the lengths of 32 requests at once."""
 
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
@@ -131,7 +147,32 @@ class Plan:
     @property
     def groups(self) -> int:
         """Parts of a block's pieces that scores begin with one by one."""
-        return 1 if self.codes else next(n for n in (3, 2, 1) if self.D // PIECE % n == 0)
+        pieces = self.D // PIECE
+        if self.config.early:
+            return 1 if self.codes else pieces
+        return 1 if self.codes else next(n for n in (3, 2, 1) if pieces % n == 0)
+
+    @property
+    def columns(self) -> int:
+        """Columns of one product of half of the values: its sums must fit the registers at launch."""
+        return math.gcd(self.Dv // READERS, MAX_COLUMNS)
+
+    @property
+    def chunks(self) -> int:
+        """Products of half of the values."""
+        return self.Dv // READERS // self.columns
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Pieces of a block in the order of fetching; those of a part become free together."""
+        pieces, values, wide = self.D // PIECE, self.Dv // PIECE, self.columns // PIECE
+        if not self.config.early or self.codes:
+            return (tuple(range(pieces)),)
+        half = values // READERS
+        steps = [
+            tuple(w * half + n * wide + i for w in range(READERS) for i in range(wide)) for n in range(self.chunks)
+        ]
+        return tuple(range(values, pieces)), *steps
 
     @property
     def fetches(self) -> int:
@@ -271,7 +312,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         out[name] = members[0] if len(members) == 1 else tuple(members) if x.interpreted else plgpu.RefUnion(*members)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         out["p_own"] = memory((READERS, ROWS, BLOCK), tile)
-    free: Any = {"num_arrivals": READERS, "num_barriers": READERS}
+    free: Any = {"num_arrivals": READERS, "num_barriers": READERS * len(x.parts)}
     return out | {
         "stats": plgpu.SMEM((1 + READERS, ROWS), jnp.float32),
         "told": plgpu.SMEM((TOLD + KEPT, FIELDS), jnp.int32),
@@ -282,6 +323,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
         "k_free": plgpu.ClusterBarrier(collective_axes=("member",), **free) if x.config.pair else plgpu.Barrier(**free),
         "p_bar": plgpu.Barrier(num_barriers=READERS),
+        "turn_bar": plgpu.Barrier(num_barriers=READERS),
         "sum_bar": plgpu.Barrier(),
     }
 

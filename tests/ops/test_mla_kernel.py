@@ -18,6 +18,10 @@ from pallas_kernels import mla as mosaic
 from parity import cases, execution, triangle
 
 WAYS = {"whole": mosaic.Config(), "split": mosaic.Config(split_pages=2), "shared": mosaic.Config(num_shares=3)}
+ORDERS = {
+    "turns": mosaic.Config(num_shares=3, turns=True),
+    "early": mosaic.Config(num_shares=3, turns=True, early=True),
+}
 
 
 def run(args, config):
@@ -37,7 +41,7 @@ def same_bits(xs, ys):
         np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
 
-@pytest.mark.parametrize("config", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("config", (WAYS | ORDERS).values(), ids=WAYS | ORDERS)
 def test_every_way_to_share_out_the_work_is_right(config, rng):
     """Three tokens of a request in two tiles, one cut by the causal mask; a token that sees nothing; padding."""
     args = inputs(rng, (1, 3, 2), (150, 66, 1), padding=1)
