@@ -491,6 +491,20 @@ def store(ref: Any, value: jax.Array) -> None:
         unplanned(ref, value, optimized=False)
 
 
+def store_tile(ref: Any, value: jax.Array, layout: Any) -> None:
+    """`ref[...] = value` of 16-bit `swizzled` tiles in shared memory, without the barriers that Pallas adds."""
+    if interpreting():
+        ref[...] = value
+        return
+
+    def emit(context, ref, value):
+        del context
+        value.store_tiled(ref, swizzle=128)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(128, bytes_per_value=2)), layout))
+    inline(emit)(ref, value)
+
+
 # ---------------------------------------------------------------- device facts
 def why_not_here() -> str | None:
     """None if Mosaic kernels can run in this process (GPU, interpreted, or being compiled for one), else why not."""

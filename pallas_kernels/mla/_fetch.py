@@ -93,26 +93,39 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                     copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, len(order)], bar(len(order))
                 )
 
+    def wait_free(place, before, *parts):
+        def wait():
+            for part in parts:
+                plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
+
+        pl.when(before > 0)(wait)
+
+    def fetch_codes(i, used):
+        """Of block i, when its place is free."""
+        place, coded = i & 1, LATENT // PIECE if x.packed else pieces
+        wait_free(place, jnp.where(place == 0, *used), 0)
+        target = r.k_raw.at[place, pl.ds(coded, coded)]
+        fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
+
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
         valid = t.length - (t.first + i) * BLOCK
 
         def free(*parts):
-            def wait():
-                for part in parts:
-                    plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
-
-            pl.when(before > 0)(wait)
+            wait_free(place, before, *parts)
 
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
         if x.codes:
-            free(0)
-            coded = LATENT // PIECE if x.packed else pieces
-            fetch(i, used, r.k_raw.at[place, pl.ds(coded, coded)], lambda _: r.raw_bar, tuple(range(coded)))
-            plgpu.barrier_wait(r.raw_bar)
+            if x.config.overlap:
+                following = used[0] + (1 - place), used[1] + place
+                remember(i + 1, following)
+                pl.when(i + 1 < t.blocks)(lambda: fetch_codes(i + 1, following))
+            else:
+                fetch_codes(i, used)
+            plgpu.barrier_wait(r.raw_bar.at[place])
             (_decode_packed if x.packed else _decode)(x, r, place)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
             plgpu.barrier_arrive(here(0))
@@ -127,8 +140,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
             @pl.when(valid < BLOCK)
             def _():
                 free(*range(len(x.parts)))
-                fetch(i, used, r.k_rows.at[place], lambda _: r.raw_bar)
-                plgpu.barrier_wait(r.raw_bar)
+                fetch(i, used, r.k_rows.at[place], lambda _: r.raw_bar.at[place])
+                plgpu.barrier_wait(r.raw_bar.at[place])
                 _clean(x, r.k_tile.at[place], valid)
 
                 @pl.loop(0, x.copies * pieces)
@@ -136,7 +149,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                     plgpu.barrier_arrive(here(lax.div(n, i32(x.copies))))
 
         used = used[0] + (1 - place), used[1] + place
-        remember(i + 1, used)
+        if not x.config.overlap or not x.codes:
+            remember(i + 1, used)
         if x.config.prefetch:
             _prefetch(x, r, t, i + x.config.prefetch)
         return used
@@ -146,6 +160,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
         _prefetch(x, r, t, i32(i))
     pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
     _fetch_q(x, r, t)
+    if x.config.overlap and x.codes:
+        fetch_codes(i32(0), tuple(used))
     used = lax.fori_loop(0, t.blocks, block, tuple(used))
     return items + 1, *used
 
@@ -197,6 +213,9 @@ def _drain(x: Plan, r: Any, counts) -> None:
 def _decode(x: Plan, r: Any, place) -> None:
     """Codes of a block, in the second half of its place, as numbers of q's dtype in all of it."""
     scale, pieces = r.cache_scale[0], x.D // PIECE
+    if x.config.sparing:
+        _widen_all(x, r, place, pieces, lambda n: [scale, scale])
+        return
     pl.loop(0, pieces)(lambda n: _widen(x, r, place, n, pieces, [scale, scale]))
     plgpu.commit_smem()
 
@@ -211,6 +230,12 @@ def _decode_packed(x: Plan, r: Any, place) -> None:
         r.k_tile[place, pieces] = lax.bitcast_convert_type(rest, x.dtype)
     else:
         scales = _scales(r.k_marks.at[place, 0], _mosaic.strips(x.dtype, 128).reduce(1))
+
+    if x.config.sparing:
+        plgpu.commit_smem()  # scales lie where the first numbers are written
+        spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
+        _widen_all(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)])
+        return
 
     def group(n, scales):
         own, *others = scales
@@ -263,6 +288,37 @@ def _widen(x: Plan, r: Any, place, piece, distance: int, scales) -> None:
     for part, code, scale in zip(parts, codes, scales, strict=True):
         code = lax.bitcast_convert_type(code, jnp.float8_e4m3fn) if x.packed else code
         r.k_tile[place, piece, part] = (code.astype(f32) * scale).astype(x.dtype)
+
+
+def _widen_all(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
+    """All pieces, whose codes lie `pieces` pieces on; `scales(n)` of piece n.
+
+    Numbers of piece n cover codes of pieces 2 n - pieces and the one after. Where not everyone is sure to have read
+    those, the codes of this and the next piece are read first, and the warps meet.
+    """
+    layout = _mosaic.strips(jnp.uint8, 128)
+    how: Any = {"layout": layout, "optimized": not x.packed}
+    rows = [pl.ds(first, HALF) for first in HALVES]
+
+    def load(n):
+        codes = [plgpu.load(r.k_raw.at[place, pieces + n, part], **how) for part in rows]
+        return [lax.bitcast_convert_type(code, jnp.float8_e4m3fn) if x.packed else code for code in codes]
+
+    def store(n, codes):
+        for part, code, scale in zip(rows, codes, scales(n), strict=True):
+            _mosaic.store_tile(r.k_tile.at[place, n, part], (code.astype(f32) * scale).astype(x.dtype), layout)
+
+    n = met = 0
+    while n < pieces:
+        together = [n] if 2 * n + 1 - pieces < met else [m for m in (n, n + 1) if m < pieces]
+        loaded = [load(m) for m in together]
+        if 2 * n + 1 - pieces >= met:
+            plgpu.commit_smem()
+            met = together[-1] + 1
+        for m, codes in zip(together, loaded, strict=True):
+            store(m, codes)
+        n = together[-1] + 1
+    plgpu.commit_smem()
 
 
 def _clean(x: Plan, k, valid) -> None:

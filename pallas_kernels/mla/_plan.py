@@ -67,6 +67,12 @@ class Config:
     warp_scan: bool = False
     """With `num_shares`: the lanes of a warp look at the lengths of 32 requests at once."""
 
+    overlap: bool = False
+    """Codes of a block arrive while those of the block before are decoded."""
+
+    sparing: bool = False
+    """The decoding warps meet only where codes that some may still have to read are written over."""
+
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
@@ -263,6 +269,8 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
+    if x.config.overlap and x.config.turns:
+        return "overlap=True and turns=True would wait for each other, choose one"
     return None
 
 
@@ -270,7 +278,7 @@ def default(x: Plan) -> Config:
     """What was fastest on an H200 (2026-12): equal shares for all multiprocessors where there is work to share."""
     if x.pages * x.page <= _LEAST_KEYS:
         return Config()
-    pair = x.H % (2 * ROWS) == 0
+    pair = not x.codes and x.H % (2 * ROWS) == 0
     shares = min(x.num_sms, x.slots * -(-x.blocks // 4))
     return Config(pair=pair, num_shares=max(1, shares // (1 + pair)))
 
@@ -320,7 +328,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         "q_bar": plgpu.Barrier(num_arrivals=ROWS // x.granule * pieces),
         "q_free": plgpu.Barrier(num_arrivals=READERS),
         "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches // x.groups, num_barriers=READERS * x.groups),
-        "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.fetches, num_barriers=READERS),
         "k_free": plgpu.ClusterBarrier(collective_axes=("member",), **free) if x.config.pair else plgpu.Barrier(**free),
         "p_bar": plgpu.Barrier(num_barriers=READERS),
         "turn_bar": plgpu.Barrier(num_barriers=READERS),

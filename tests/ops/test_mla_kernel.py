@@ -54,6 +54,14 @@ def test_every_way_to_share_out_the_work_is_right(config, rng):
         assert verdict.passed, f"{name}: {verdict.reason}"
 
 
+@pytest.mark.parametrize("format", ["fp8", "fp8_ds_mla"])
+def test_codes_are_decoded_beside_the_next_ones_arrival(format, rng):
+    sizes = {"D": 576, "value_dim": 512} if format == "fp8_ds_mla" else {"D": 192, "value_dim": 128}
+    args = make_inputs(rng, (1,), (200,), 16, page=64, format=format, return_lse=True, **sizes)
+    options = {"num_shares": 1}
+    same_bits(*(run(args, mosaic.Config(**options, overlap=on, sparing=on)) for on in (False, True)))
+
+
 def test_a_split_token_has_the_same_bits_in_every_batch(rng):
     """The last of two speculated tokens: alone, and in a tile with the other one, behind another request."""
     args = inputs(rng, (1, 2), (20, 100))
