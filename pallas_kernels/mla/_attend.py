@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _words
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, LOG2E, ROW
 from pallas_kernels.mla import _fetch, _work
@@ -213,7 +213,7 @@ def _store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
         @pl.when(t.part >= 0)
         def _():
             for n, chunk in enumerate(o):
-                _mosaic.store(r.part_o.at[t.part, :, pl.ds(w * half + n * x.columns, x.columns)], chunk)
+                _store_part(x, r.part_o.at[t.part, :, pl.ds(w * half + n * x.columns, x.columns)], chunk, t.count)
 
     @pl.when(t.part < 0)
     def _():
@@ -235,3 +235,18 @@ def _store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
                     plgpu.copy_smem_to_gmem(r.q_rows.at[0, piece, pl.ds(row, x.granule)], target)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_part(x: Plan, ref: Any, chunk, count) -> None:
+    """Columns of a partial result; only warps write, 16 rows each, that have one of the `count` rows."""
+    if x.interpreted or not x.config.real_rows or x.granule == ROWS:
+        _mosaic.store(ref, chunk)
+        return
+
+    def emit(context, ref, chunk, count):
+        del context
+        with _mosaic.gpu_utils.when(_words.less(_words.Thread().warp << 4, _words.scalar(count))):
+            chunk.store_untiled(ref, optimized=False)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, plgpu.Layout.WG_SPLAT))
+    inline(emit)(ref, chunk, count)

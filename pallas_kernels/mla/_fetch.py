@@ -151,6 +151,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
         used = used[0] + (1 - place), used[1] + place
         if not x.config.overlap or not x.codes:
             remember(i + 1, used)
+        if x.config.keys_first:
+            pl.when(i == 0)(queries)
         if x.config.prefetch:
             _prefetch(x, r, t, i + x.config.prefetch)
         return used
@@ -158,8 +160,13 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
     remember(i32(0), used)
     for i in range(2, x.config.prefetch):
         _prefetch(x, r, t, i32(i))
-    pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
-    _fetch_q(x, r, t)
+
+    def queries():
+        pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
+        _fetch_q(x, r, t)
+
+    if not x.config.keys_first:
+        queries()
     if x.config.overlap and x.codes:
         fetch_codes(i32(0), tuple(used))
     used = lax.fori_loop(0, t.blocks, block, tuple(used))

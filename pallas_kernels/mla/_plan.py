@@ -73,6 +73,12 @@ class Config:
     sparing: bool = False
     """The decoding warps meet only where codes that some may still have to read are written over."""
 
+    keys_first: bool = False
+    """The first block of an item is fetched before q, which waits for the results of the item before to leave."""
+
+    real_rows: bool = False
+    """Of partial results only warps whose 16 rows exist are written."""
+
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
