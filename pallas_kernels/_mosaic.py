@@ -505,6 +505,20 @@ def store_tile(ref: Any, value: jax.Array, layout: Any) -> None:
     inline(emit)(ref, value)
 
 
+def store_plain(ref: Any, value: jax.Array, layout: Any) -> None:
+    """The same for memory that is neither tiled nor swizzled."""
+    if interpreting():
+        ref[...] = value
+        return
+
+    def emit(context, ref, value):
+        del context
+        value.store_untiled(ref, optimized=False)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    inline(emit)(ref, value)
+
+
 # ---------------------------------------------------------------- device facts
 def why_not_here() -> str | None:
     """None if Mosaic kernels can run in this process (GPU, interpreted, or being compiled for one), else why not."""

@@ -85,8 +85,12 @@ def _score(x: Plan, r: Any, t: Any) -> None:
         alpha = jnp.exp2(m - m_new)
         total = total * alpha + jnp.sum(p, axis=1)
         plgpu.commit_smem()  # all four warps are done with the keys that P takes the place of
-        r.k_tile[place, x.held - 1] = p.astype(x.dtype)
-        r.stats[place] = alpha
+        if x.config.sparing:
+            _mosaic.store_tile(r.k_tile.at[place, x.held - 1], p.astype(x.dtype), ACC)
+            _mosaic.store_plain(r.stats.at[place], alpha, ROW)
+        else:
+            r.k_tile[place, x.held - 1] = p.astype(x.dtype)
+            r.stats[place] = alpha
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.p_bar.at[place])
         return m_new, total

@@ -71,7 +71,7 @@ class Config:
     """Codes of a block arrive while those of the block before are decoded."""
 
     sparing: bool = False
-    """The decoding warps meet only where codes that some may still have to read are written over."""
+    """Warps of the scorer, and those that decode, meet only where some may still have to read what is written over."""
 
     keys_first: bool = False
     """The first block of an item is fetched before q, which waits for the results of the item before to leave."""
