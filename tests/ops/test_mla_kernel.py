@@ -130,8 +130,12 @@ def test_configurations_that_are_never_legal(options, message):
     [
         (mosaic.Config(split_pages=1), "a split must be a multiple of 64 keys, got split_pages=1 of 32"),
         (mosaic.Config(pair=True), "pair=True needs heads in multiples of 128, got 32"),
+        (
+            mosaic.Config(overlap=True, turns=True),
+            "overlap=True and turns=True would wait for each other, choose one",
+        ),
     ],
-    ids=["split", "pair"],
+    ids=["split", "pair", "orders"],
 )
 def test_configurations_that_do_not_fit(interpret, config, message, rng):
     with pytest.raises(ValueError, match=f"^mla: {re.escape(message)}"):  # jax may add a line
