@@ -403,6 +403,26 @@ def add_product(v: Any, o: jax.Array, p: jax.Array, columns: int | None = None) 
     return inline(issue)(v, o, p)
 
 
+def add_products(v: Any, o: tuple[jax.Array, ...], p: jax.Array) -> tuple[jax.Array, ...]:
+    """Start `o += p v` for side by side chunks of o, operands as in `products`: a wgmma group each, all in flight."""
+    tile = plgpu.RefType(swizzled(128, bytes_per_value=2))
+    acc = plgpu.Layout.WGMMA
+
+    def issue(context, v, p, *o):
+        del context
+        p, sums = _wgmma.wgmma_fence(p), []
+        for n, chunk in enumerate([_wgmma.WGMMAAccumulator.from_registers(chunk) for chunk in o]):
+            wide = chunk._value.shape[1] // 64
+            part = mosaic_gpu.memref_slice(v, (slice(n * wide, (n + 1) * wide), slice(None), 0))
+            sums.append(_add_product(chunk, p, mosaic_gpu.memref_transpose(part, (1, 0, 2, 3)), 64 * wide))
+            nvvm.wgmma_commit_group_sync_aligned()
+        return tuple(chunk.value for chunk in sums)
+
+    kinds = tuple(plgpu.ShapeDtypeStruct(chunk.shape, jnp.float32, layout=acc) for chunk in o)
+    inline: Any = plgpu.inline_mgpu(arg_types=(tile, acc, *(acc,) * len(o)), return_type=kinds)
+    return tuple(inline(issue)(v, p, *o))
+
+
 def _add_product(acc: Any, a: Any, b: Any, columns: int) -> Any:
     """`acc += a b` with `a` in registers that are ready; `mosaic_gpu.wgmma` without its fence."""
     rows, total = acc._value.shape
@@ -469,6 +489,34 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
     else:
         unplanned(ref, value, optimized=False)
+
+
+def store_tile(ref: Any, value: jax.Array, layout: Any) -> None:
+    """`ref[...] = value` of 16-bit `swizzled` tiles in shared memory, without the barriers that Pallas adds."""
+    if interpreting():
+        ref[...] = value
+        return
+
+    def emit(context, ref, value):
+        del context
+        value.store_tiled(ref, swizzle=128)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(128, bytes_per_value=2)), layout))
+    inline(emit)(ref, value)
+
+
+def store_plain(ref: Any, value: jax.Array, layout: Any) -> None:
+    """The same for memory that is neither tiled nor swizzled."""
+    if interpreting():
+        ref[...] = value
+        return
+
+    def emit(context, ref, value):
+        del context
+        value.store_untiled(ref, optimized=False)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    inline(emit)(ref, value)
 
 
 # ---------------------------------------------------------------- device facts

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._online_softmax import LOG2E
-from pallas_kernels.mla import _attend, _combine, _plan, _scorer
+from pallas_kernels.mla import _attend, _combine, _plan
 from pallas_kernels.mla._plan import READERS, ROWS, Config, Plan, why_not
 
 __all__ = ["Config", "configs", "default_config", "mla", "why_not"]
 
-_OPTIONAL = ("sums", "part_o", "part_sums", "notes", "p_own", "p_tile")
+_OPTIONAL = ("sums", "part_o", "part_sums", "notes", "p_own")
 """References that a kernel may do without."""
 
 f32, i32 = jnp.float32, jnp.int32
@@ -62,8 +62,7 @@ def mla(*, config: Config, return_lse: bool, **args):
                 refs, views = refs if isinstance(refs, tuple | list) else [refs], views[1:]
             memory |= {f"{name}_{view}": ref for view, ref in zip(views, refs, strict=False)}
             memory.setdefault(f"{name}_rows", memory[f"{name}_tile"])
-        run = _scorer.run if config.scorer else _attend.run
-        run(x, SimpleNamespace(**dict.fromkeys(_OPTIONAL) | given | memory))
+        _attend.run(x, SimpleNamespace(**dict.fromkeys(_OPTIONAL) | given | memory))
 
     out = plgpu.kernel(
         body,
@@ -73,7 +72,7 @@ def mla(*, config: Config, return_lse: bool, **args):
         grid_names=("cluster",),
         cluster=(x.members,),
         cluster_names=("member",),
-        num_threads=READERS + 1 + config.scorer,
+        num_threads=READERS + 2,
         thread_name="warpgroup",
         kernel_name="mla",
         compiler_params=plgpu.CompilerParams(

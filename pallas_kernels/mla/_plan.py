@@ -17,7 +17,7 @@ PIECE = 64
 BLOCK = 64
 """Keys per step."""
 READERS = 2
-"""Warpgroups that compute."""
+"""Warpgroups that multiply weights with values, half of the columns each."""
 DTYPES = ("bfloat16", "float16")
 FORMATS = ("plain", "fp8", "fp8_ds_mla")
 LATENT, SCALED = 512, 128
@@ -27,15 +27,15 @@ SCALE_BYTES = 4 * SCALES
 PAGES = (16, 32, 64, 128, 256)
 MAX_D = 576
 MAX_DV = 512
+MAX_COLUMNS = 128
+"""ptxas assembles no product whose sums exceed the registers that a thread has at launch."""
 TOLD = 4
 """Items that the producer may tell of before the first is forgotten."""
 KEPT = 4
 """Blocks whose pages are remembered."""
 FIELDS = 32
-REGISTERS = 56, 224
-"""Registers of a thread of the producer and of a reader."""
-SCORER_REGISTERS = 40, 120, 176
-"""Where there is a scorer: of a thread of the producer, of the scorer, and of the two others; 512 in all."""
+REGISTERS = 40, 120, 176
+"""Of a thread of the producer, of the scorer, and of the two others; 512 in all."""
 _LEAST_KEYS = 1024
 """Page tables of so many rows are not worth cutting up."""
 
@@ -49,21 +49,35 @@ class Config:
     """Pages of a split, boundaries that depend on a key's position alone: bits do not depend on the rest of a batch."""
     num_shares: int | None = None
     """Equal shares that all blocks of keys of the batch, in a row, are cut into."""
-    values_first: bool = True
-    """The product with the other warpgroup's values is issued ahead of the next scores: frees its memory earlier."""
-
-    ahead: bool = False
-    """Scores of a block are begun, piece by piece as keys arrive, before the weights of the block before are there."""
-
-    halves: bool = False
-    """With `ahead`: each half of the values makes room for the next block as soon as its own reader is done."""
-
     pair: bool = False
     """The two halves of 128 heads run side by side as a cluster, and each fetches half of every block for both: half
     the traffic out of L2."""
 
-    scorer: bool = False
-    """A third warpgroup computes all scores and weights, and the two others only multiply them with values."""
+    turns: bool = False
+    """The values of a block wait for the scores of the next one, so that the tensor cores work on one at a time and a
+    softmax runs beside products with values."""
+
+    early: bool = False
+    """Each block's place is filled anew in parts: where P was, then what either half of the columns' first product has
+    read, then the rest. Not of codes."""
+
+    prefetch: int = 0
+    """How many blocks ahead of its fetch a block is brought into L2."""
+
+    warp_scan: bool = False
+    """With `num_shares`: the lanes of a warp look at the lengths of 32 requests at once."""
+
+    overlap: bool = False
+    """Codes of a block arrive while those of the block before are decoded."""
+
+    sparing: bool = False
+    """Warps of the scorer, and those that decode, meet only where some may still have to read what is written over."""
+
+    keys_first: bool = False
+    """The first block of an item is fetched before q, which waits for the results of the item before to leave."""
+
+    real_rows: bool = False
+    """Of partial results only warps whose 16 rows exist are written."""
 
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
@@ -139,19 +153,38 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """Pieces of 64 columns of a block's place: with a scorer the last one, no value, makes room for weights."""
-        return self.D // PIECE + int(self.config.scorer and self.Dv == self.D)
+        """Pieces of 64 columns of a block's place: the last one, no value, makes room for weights."""
+        return self.D // PIECE + int(self.Dv == self.D)
 
     @property
     def groups(self) -> int:
         """Parts of a block's pieces that scores begin with one by one."""
-        pieces, apart = self.D // PIECE, self.config.scorer or self.config.ahead
-        return next(n for n in (3, 2, 1) if pieces % n == 0) if apart and not self.codes else 1
+        pieces = self.D // PIECE
+        if self.config.early:
+            return 1 if self.codes else pieces
+        return 1 if self.codes else next(n for n in (3, 2, 1) if pieces % n == 0)
 
     @property
-    def halves(self) -> int:
-        """Parts of a block's place that become free one by one."""
-        return 2 if self.config.halves and not self.codes else 1
+    def columns(self) -> int:
+        """Columns of one product of half of the values: its sums must fit the registers at launch."""
+        return math.gcd(self.Dv // READERS, MAX_COLUMNS)
+
+    @property
+    def chunks(self) -> int:
+        """Products of half of the values."""
+        return self.Dv // READERS // self.columns
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Pieces of a block in the order of fetching; those of a part become free together."""
+        pieces, values, wide = self.D // PIECE, self.Dv // PIECE, self.columns // PIECE
+        if not self.config.early or self.codes:
+            return (tuple(range(pieces)),)
+        half = values // READERS
+        steps = [
+            tuple(w * half + n * wide + i for w in range(READERS) for i in range(wide)) for n in range(self.chunks)
+        ]
+        return tuple(range(values, pieces)), *steps
 
     @property
     def fetches(self) -> int:
@@ -242,33 +275,18 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
-    if x.config.ahead and x.config.scorer:
-        return "ahead=True and scorer=True are two schedules, choose one"
-    if x.config.halves and not x.config.ahead:
-        return "halves=True needs ahead=True"
+    if x.config.overlap and x.config.turns:
+        return "overlap=True and turns=True would wait for each other, choose one"
     return None
 
 
 def default(x: Plan) -> Config:
-    """What was fastest on an H200 (2026-11), with equal shares for all multiprocessors where there is work to share.
-
-    FP8 and packed rows were not timed with a scorer.
-    """
-    scorer = x.format == "plain"
+    """What was fastest on an H200 (2026-12): equal shares for all multiprocessors where there is work to share."""
     if x.pages * x.page <= _LEAST_KEYS:
-        return Config(scorer=scorer)
-    pair = scorer and x.H % (2 * ROWS) == 0
+        return Config()
+    pair = not x.codes and x.H % (2 * ROWS) == 0
     shares = min(x.num_sms, x.slots * -(-x.blocks // 4))
-    return Config(scorer=scorer, pair=pair, num_shares=max(1, shares // (1 + pair)))
-
-
-_SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"scorer": True},
-    {"ahead": True},
-    {"ahead": True, "halves": True},
-    {},
-    {"values_first": False},
-)
+    return Config(pair=pair, num_shares=max(1, shares // (1 + pair)))
 
 
 def candidates(x: Plan) -> Iterator[Config]:
@@ -277,10 +295,9 @@ def candidates(x: Plan) -> Iterator[Config]:
         ways: tuple[dict[str, Any], ...]
         ways = {}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}
         for how in ways:
-            for options in _SCHEDULES:
-                config = Config(pair=pair, **options, **how)
-                if illegal(dataclasses.replace(x, config=config)) is None:
-                    yield config
+            config = Config(pair=pair, **how)
+            if illegal(dataclasses.replace(x, config=config)) is None:
+                yield config
 
 
 # ---------------------------------------------------------------- scratch memory
@@ -309,9 +326,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         out[name] = members[0] if len(members) == 1 else tuple(members) if x.interpreted else plgpu.RefUnion(*members)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         out["p_own"] = memory((READERS, ROWS, BLOCK), tile)
-    free: Any = {"num_arrivals": READERS // x.halves, "num_barriers": READERS * x.halves}
-    if not x.config.scorer:
-        out["p_tile"] = memory((ROWS, BLOCK), tile)
+    free: Any = {"num_arrivals": READERS, "num_barriers": READERS * len(x.parts)}
     return out | {
         "stats": plgpu.SMEM((1 + READERS, ROWS), jnp.float32),
         "told": plgpu.SMEM((TOLD + KEPT, FIELDS), jnp.int32),
@@ -319,10 +334,11 @@ def scratch(x: Plan) -> dict[str, Any]:
         "q_bar": plgpu.Barrier(num_arrivals=ROWS // x.granule * pieces),
         "q_free": plgpu.Barrier(num_arrivals=READERS),
         "k_bar": plgpu.Barrier(num_arrivals=1 if x.codes else x.fetches // x.groups, num_barriers=READERS * x.groups),
-        "raw_bar": plgpu.Barrier(num_arrivals=x.fetches),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.fetches, num_barriers=READERS),
         "k_free": plgpu.ClusterBarrier(collective_axes=("member",), **free) if x.config.pair else plgpu.Barrier(**free),
         "p_bar": plgpu.Barrier(num_barriers=READERS),
-        "sum_bar": plgpu.Barrier(num_barriers=1 if x.config.scorer else READERS),
+        "turn_bar": plgpu.Barrier(num_barriers=READERS),
+        "sum_bar": plgpu.Barrier(),
     }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.mla import _scan
 from pallas_kernels.mla._combine import NOTES
 from pallas_kernels.mla._plan import BLOCK, ROWS, Plan
 
@@ -191,20 +192,24 @@ def share(x: Plan, r: Any, produce: Produce, counts):
         longest = jnp.maximum(longest, jnp.where(tiles > 0, per_tile, 0))
         return units + tiles * per_tile, total + tiles, longest
 
-    units, tiles, longest = scan(add, (i32(0), i32(0), i32(0)))
-    size = lax.div(units + (num_shares - 1), i32(num_shares))
-    whole = (tiles <= num_shares) & (longest * 8 <= size * 9)
-    total, size = jnp.where(whole, tiles, units), jnp.where(whole, 1, size)
+    def one_by_one():
+        units, tiles, longest = scan(add, (i32(0), i32(0), i32(0)))
+        size = lax.div(units + (num_shares - 1), i32(num_shares))
+        whole = (tiles <= num_shares) & (longest * 8 <= size * 9)
+        total, size = jnp.where(whole, tiles, units), jnp.where(whole, 1, size)
+        begin = jnp.minimum(number * size, total)
+
+        def locate(b, tiles, per_tile, state):
+            prefix, found, base = state
+            units = tiles * jnp.where(whole, 1, per_tile)
+            here = (units > 0) & (prefix <= begin)
+            return prefix + units, jnp.where(here, b, found), jnp.where(here, prefix, base)
+
+        return whole, size, total, *scan(locate, (i32(0), i32(0), i32(0)))[1:]
+
+    whole, size, total, b, base = _scan.find(x, r, number) if _scan.fits(x) else one_by_one()
     begin = jnp.minimum(number * size, total)
     stop = jnp.minimum(begin + size, total)
-
-    def locate(b, tiles, per_tile, state):
-        prefix, found, base = state
-        units = tiles * jnp.where(whole, 1, per_tile)
-        here = (units > 0) & (prefix <= begin)
-        return prefix + units, jnp.where(here, b, found), jnp.where(here, prefix, base)
-
-    b, base = scan(locate, (i32(0), i32(0), i32(0)))[1:]
 
     def item(state):
         unit, b, base, noted, counts = state

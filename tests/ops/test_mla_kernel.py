@@ -1,7 +1,6 @@
 """What the kernel of latent attention promises: how keys are shared out, and which results may not depend on it."""
 
 import contextlib
-import dataclasses
 import re
 
 import jax
@@ -19,11 +18,9 @@ from pallas_kernels import mla as mosaic
 from parity import cases, execution, triangle
 
 WAYS = {"whole": mosaic.Config(), "split": mosaic.Config(split_pages=2), "shared": mosaic.Config(num_shares=3)}
-SCHEDULES = {
-    "values_last": mosaic.Config(num_shares=3, values_first=False),
-    "ahead": mosaic.Config(num_shares=3, ahead=True),
-    "halves": mosaic.Config(num_shares=3, ahead=True, halves=True),
-    "scorer": mosaic.Config(num_shares=3, scorer=True),
+ORDERS = {
+    "turns": mosaic.Config(num_shares=3, turns=True),
+    "early": mosaic.Config(num_shares=3, turns=True, early=True),
 }
 
 
@@ -44,7 +41,7 @@ def same_bits(xs, ys):
         np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
 
-@pytest.mark.parametrize("config", (WAYS | SCHEDULES).values(), ids=WAYS | SCHEDULES)
+@pytest.mark.parametrize("config", (WAYS | ORDERS).values(), ids=WAYS | ORDERS)
 def test_every_way_to_share_out_the_work_is_right(config, rng):
     """Three tokens of a request in two tiles, one cut by the causal mask; a token that sees nothing; padding."""
     args = inputs(rng, (1, 3, 2), (150, 66, 1), padding=1)
@@ -55,6 +52,14 @@ def test_every_way_to_share_out_the_work_is_right(config, rng):
         spec = cases.find(MECHANISM.name).outputs[name]
         verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
         assert verdict.passed, f"{name}: {verdict.reason}"
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_ds_mla"])
+def test_codes_are_decoded_beside_the_next_ones_arrival(format, rng):
+    sizes = {"D": 576, "value_dim": 512} if format == "fp8_ds_mla" else {"D": 192, "value_dim": 128}
+    args = make_inputs(rng, (1,), (200,), 16, page=64, format=format, return_lse=True, **sizes)
+    options = {"num_shares": 1}
+    same_bits(*(run(args, mosaic.Config(**options, overlap=on, sparing=on)) for on in (False, True)))
 
 
 def test_a_split_token_has_the_same_bits_in_every_batch(rng):
@@ -80,13 +85,6 @@ def test_a_pair_has_the_bits_of_two_thread_blocks(rng):
     same_bits(*(run(args, mosaic.Config(pair=pair, split_pages=2)) for pair in (True, False)))
 
 
-@pytest.mark.parametrize("config", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_pair_is_a_matter_of_fetching_in_every_schedule(config, rng):
-    args = inputs(rng, (1,), (200,), H=128)
-    config = dataclasses.replace(config, num_shares=None, split_pages=4)
-    same_bits(*(run(args, dataclasses.replace(config, pair=pair)) for pair in (True, False)))
-
-
 def test_a_probe_of_a_benchmark_is_a_part_of_it(rng):
     args = MECHANISM.prepare(**make_bench(rng, 3, 70, 2, queries=2, ragged=True))
     some, rows = probe(rng, **args)
@@ -105,10 +103,10 @@ def test_default_configurations_follow_from_shapes():
         }
         return mosaic.default_config(**MECHANISM.prepare(**shapes, scale=0.1))
 
-    assert default(4, 512, 128) == mosaic.Config(scorer=True)
+    assert default(4, 512, 128) == mosaic.Config()
     pairs = _mosaic.num_sms() // 2
-    assert default(64, 8192, 128) == mosaic.Config(scorer=True, pair=True, num_shares=pairs)
-    assert default(64, 8192, 16) == mosaic.Config(scorer=True, num_shares=_mosaic.num_sms())
+    assert default(64, 8192, 128) == mosaic.Config(pair=True, num_shares=pairs)
+    assert default(64, 8192, 16) == mosaic.Config(num_shares=_mosaic.num_sms())
     assert default(1, 2048, 16).num_shares == 2 * 8
 
 
@@ -132,10 +130,12 @@ def test_configurations_that_are_never_legal(options, message):
     [
         (mosaic.Config(split_pages=1), "a split must be a multiple of 64 keys, got split_pages=1 of 32"),
         (mosaic.Config(pair=True), "pair=True needs heads in multiples of 128, got 32"),
-        (mosaic.Config(ahead=True, scorer=True), "ahead=True and scorer=True are two schedules, choose one"),
-        (mosaic.Config(halves=True), "halves=True needs ahead=True"),
+        (
+            mosaic.Config(overlap=True, turns=True),
+            "overlap=True and turns=True would wait for each other, choose one",
+        ),
     ],
-    ids=["split", "pair", "schedules", "halves"],
+    ids=["split", "pair", "orders"],
 )
 def test_configurations_that_do_not_fit(interpret, config, message, rng):
     with pytest.raises(ValueError, match=f"^mla: {re.escape(message)}"):  # jax may add a line
