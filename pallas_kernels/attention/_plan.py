@@ -164,7 +164,7 @@ def illegal(x: Plan) -> str | None:
 
 
 def default(x: Plan) -> Config:
-    """What was fastest on an H200 (2026-11) of what does not spill; with a window and for D = 64 it was not measured.
+    """What was fastest on an H200 (2026-12) of what does not spill; soft caps and D = 64 without a window not measured.
 
     Several heads of a group in one tile share its keys, and leave fewer masked scores at the diagonal.
     """
@@ -174,8 +174,19 @@ def default(x: Plan) -> Config:
     )  # ptxas would spill with 128 keys, and short tiles waste less
     if x.Dv > 64:
         wide = x.Dv > 128 or masked
-        return Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
-    return Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
+        config = Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
+    else:
+        config = Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
+    x = dataclasses.replace(x, config=config)
+    wanted = {}
+    if x.window is not None if x.page is None else x.page >= 64:
+        wanted = {"q_stages": 2}
+    elif x.page is not None and x.window is None:  # short tiles wait for q, not for their few pages
+        wanted = {"pages_at_once": 2}
+    if config.share_o:
+        wanted.pop("q_stages", None)
+    better = dataclasses.replace(config, **wanted)
+    return better if illegal(dataclasses.replace(x, config=better)) is None else config
 
 
 def candidates(x: Plan) -> Iterator[Config]:
@@ -204,7 +215,7 @@ def candidates(x: Plan) -> Iterator[Config]:
 def _variants(x: Plan, config: Config) -> Iterator[Config]:
     """The configuration, and what may help where tiles are short or pages small."""
     yield config
-    if x.window is not None and not config.share_o:
+    if (x.window is not None or (x.page or 0) >= 64) and not config.share_o:
         yield dataclasses.replace(config, q_stages=2)
     if x.page is not None and x.page < 64:
         yield dataclasses.replace(config, pages_at_once=2)
