@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _mosaic
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
+from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _tiles as tiles_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
 
@@ -345,24 +346,42 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
+    def turn():
+        return warpgroup if c.early_checks else warpgroup + t.zero
+
     def wait_turn():
         if c.consumers > 1:
-            plgpu.barrier_wait(r.turn.at[warpgroup + t.zero])
+            plgpu.barrier_wait(r.turn.at[turn()])
 
     def pass_turn():
         if c.consumers > 1:
-            following = warpgroup + t.zero + 1
+            following = turn() + 1
             plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
 
-    def weights(s, m, total, start):
-        """Maximum, sum and P after the scores of the block from key `start` on."""
+    def is_plain(start):
+        return (start >= t.plain_low) & (start <= t.plain_high)
+
+    def maxima(s, m, start, plain):
+        """Scores of the block from key `start` on as the softmax takes them, and the rows' maxima so far."""
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        plain = (start >= t.plain_low) & (start <= t.plain_high)
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
-        m_new = jnp.maximum(m, jnp.max(s, axis=1) * sharp)
+        of_lanes = lanes.folded(s, jnp.max, x.interpreted) if c.lane_sums else s
+        peak = jnp.max(of_lanes, axis=1) * sharp
+        return s, jnp.where(peak > m + c.slack, peak, m) if c.slack else jnp.maximum(m, peak)
+
+    def rescaled(o, alpha):
+        if c.slack is None or x.interpreted:
+            return o * softmax.across(alpha, o)
+        return lanes.rescaled(o, alpha)
+
+    def weights(s, m, m_new, total):
+        """Sums and P."""
         p = jnp.exp2(s * sharp - softmax.across(m_new, s))
-        return m_new, total * jnp.exp2(m - m_new) + jnp.sum(p, axis=1), p.astype(x.dtype)
+        alpha = jnp.exp2(m - m_new)
+        if c.lane_sums:
+            return total * softmax.across(alpha, total) + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
+        return total * alpha + jnp.sum(p, axis=1), p.astype(x.dtype)
 
     def scores(at):
         """Q K^T alone."""
@@ -389,28 +408,46 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         if x.interpreted or not x.overlap:
             values_there(before, early=False)
             o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
-            m_new, total, p = weights(scores(at), m, total, start)
+            s, m_new = maxima(scores(at), m, start, is_plain(start))
+            total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
-        else:
-            plgpu.barrier_wait(r.k_bar.at[at])
-            values_there(before, early=False)
-            wait_turn()
-            s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
-            pass_turn()
-            plgpu.wgmma_wait(1)
-            s = lax.optimization_barrier(s)
-            plgpu.barrier_arrive(r.k_free.at[at])
-            m_new, total, p = weights(s, m, total, start)
+            plgpu.barrier_arrive(r.v_free.at[before])
+            return m_new, total, rescaled(o, jnp.exp2(m - m_new)), p, at, start
+
+        def product_done(o):
             values_there(at, early=True)
             plgpu.wgmma_wait(0)
             o = lax.optimization_barrier(o)
-        plgpu.barrier_arrive(r.v_free.at[before])
-        return m_new, total, o * softmax.across(jnp.exp2(m - m_new), o), p, at, start
+            plgpu.barrier_arrive(r.v_free.at[before])
+            return o
+
+        plgpu.barrier_wait(r.k_bar.at[at])
+        values_there(before, early=False)
+        wait_turn()
+        s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
+        pass_turn()
+        plain = is_plain(start) if c.early_checks else None
+        plgpu.wgmma_wait(1)
+        s = lax.optimization_barrier(s)
+        plgpu.barrier_arrive(r.k_free.at[at])
+        s, m_new = maxima(s, m, start, is_plain(start) if plain is None else plain)
+        if c.rescale_first:
+            o = product_done(o)
+            o = rescaled(o, jnp.exp2(m - m_new))
+        total, p = weights(s, m, m_new, total)
+        if not c.rescale_first:
+            o = product_done(o)
+            o = rescaled(o, jnp.exp2(m - m_new))
+        return m_new, total, o, p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, total, (o,) = softmax.start(ROWS, (x.Dv,))
     start = t.start
-    m, total, p = weights(scores(first), m, total, start)
+    if c.lane_sums:
+        total = plgpu.layout_cast(jnp.zeros((ROWS, lanes.LANE), f32), ACC)
+    s, m_new = maxima(scores(first), m, start, is_plain(start))
+    total, p = weights(s, m, m_new, total)
+    m = m_new
     values_there(first, early=True)
     # a loop over `start`, whose end is read from shared memory: every register counts
     m, total, o, p, last, _ = lax.while_loop(lambda state: state[5] > t.end, step, (m, total, o, p, first, start))
@@ -419,6 +456,8 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
+    if c.lane_sums:
+        total = jnp.sum(total, axis=1)
     _finish(x, r, t, warpgroup, (m, total, (o,)))
 
 

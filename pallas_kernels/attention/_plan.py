@@ -43,6 +43,15 @@ class Config:
     """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
     pages_at_once: int = 1
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
+    rescale_first: bool = False
+    """o is rescaled between a block's maxima and its exponentials, among which the multiplications are hidden."""
+    slack: int | None = None
+    """How far, in powers of two, scores may exceed the running maximum before o is rescaled; warps none of whose rows
+    does so skip that. None rescales always."""
+    lane_sums: bool = False
+    """Maxima and sums over each thread's own columns first; the sums of four threads are added once a tile."""
+    early_checks: bool = False
+    """What tells whether a block is masked is read while its scores are computed, and turns without a detour."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -55,6 +64,8 @@ class Config:
             raise ValueError(f"q_stages must be 1, or 2 without share_o, got {self.q_stages}")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
+        if self.slack is not None and not 0 <= self.slack <= 8:
+            raise ValueError(f"slack must be None or lie between 0 and 8, got {self.slack}")
         rows = ROWS * self.consumers
         if self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
             raise ValueError(
@@ -164,7 +175,7 @@ def illegal(x: Plan) -> str | None:
 
 
 def default(x: Plan) -> Config:
-    """What was fastest on an H200 (2026-11) of what does not spill; with a window and for D = 64 it was not measured.
+    """What was fastest on an H200 (2026-12) of what does not spill; soft caps and D = 64 without a window not measured.
 
     Several heads of a group in one tile share its keys, and leave fewer masked scores at the diagonal.
     """
@@ -174,8 +185,19 @@ def default(x: Plan) -> Config:
     )  # ptxas would spill with 128 keys, and short tiles waste less
     if x.Dv > 64:
         wide = x.Dv > 128 or masked
-        return Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
-    return Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
+        config = Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
+    else:
+        config = Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
+    x = dataclasses.replace(x, config=config)
+    wanted = {}
+    if x.window is not None if x.page is None else x.page >= 64:
+        wanted = {"q_stages": 2}
+    elif x.page is not None and x.window is None:  # short tiles wait for q, not for their few pages
+        wanted = {"pages_at_once": 2}
+    if config.share_o:
+        wanted.pop("q_stages", None)
+    better = dataclasses.replace(config, **wanted)
+    return better if illegal(dataclasses.replace(x, config=better)) is None else config
 
 
 def candidates(x: Plan) -> Iterator[Config]:
@@ -204,7 +226,7 @@ def candidates(x: Plan) -> Iterator[Config]:
 def _variants(x: Plan, config: Config) -> Iterator[Config]:
     """The configuration, and what may help where tiles are short or pages small."""
     yield config
-    if x.window is not None and not config.share_o:
+    if (x.window is not None or (x.page or 0) >= 64) and not config.share_o:
         yield dataclasses.replace(config, q_stages=2)
     if x.page is not None and x.page < 64:
         yield dataclasses.replace(config, pages_at_once=2)

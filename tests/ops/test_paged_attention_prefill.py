@@ -13,6 +13,7 @@ from jaxattn.ops import _attention_cases as packed_cases
 from jaxattn.ops._paged_attention_cases import make_inputs
 from jaxattn.ops.paged_attention import MECHANISM
 from pallas_kernels import _mosaic
+from pallas_kernels import paged_attention as paged
 from pallas_kernels.attention import packed
 from pallas_kernels.paged_attention import prefill
 from parity import cases, execution, triangle
@@ -22,6 +23,7 @@ WAYS = {
     "two-pages": {"pages_at_once": 2},
     "four-pages": {"pages_at_once": 4},
     "two-q": {"q_stages": 2},
+    "lanes": {"lane_sums": True, "rescale_first": True, "early_checks": True, "slack": 4},
     "both": {"q_stages": 2, "pages_at_once": 4, "num_stages": 3},
 }
 
@@ -44,7 +46,20 @@ def test_every_way_to_bring_tiles_is_right(way, rng, few_sms):
     window = 40 if "q" in way else None
     shape = {"H": 4, "K": 2, "window": window, "sinks": True, "return_lse": True}
     args = make_inputs(rng, (50, 33), (70, 33), **shape)
-    config = prefill.Config(**{"consumers": 1, "block_g": 2, "block_kv": 64} | WAYS[way])
+    check(args, prefill.Config(**{"consumers": 1, "block_g": 2, "block_kv": 64} | WAYS[way]))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 20.0}], ids=["plain", "window-softcap"])
+def test_the_default_for_a_long_prompt_is_right(options, rng, few_sms):
+    """257 rows behind three keys, pages of 16."""
+    args = make_inputs(rng, (257,), (260,), H=2, K=2, sinks=True, return_lse=True, **options)
+    config = paged.default_config(**MECHANISM.prepare(**args))
+    assert isinstance(config, prefill.Config)
+    check(args, config)
+
+
+def check(args, config):
+    """The contract of o and lse."""
     got = dict(zip(("o", "lse"), run(paged_attention, args, config), strict=True))
     truth, same = (execution.reference(MECHANISM, args, wide=wide) for wide in (True, False))
     for name, x in got.items():
@@ -67,6 +82,7 @@ def test_a_second_q_changes_no_bit(rng, few_sms):
     [
         ({"q_stages": 3}, "q_stages must be 1, or 2 without share_o, got 3"),
         ({"q_stages": 2, "share_o": True}, "q_stages must be 1, or 2 without share_o, got 2"),
+        ({"slack": 9}, "slack must be None or lie between 0 and 8, got 9"),
         ({"pages_at_once": 3}, "pages_at_once must be 1, 2 or 4, got 3"),
     ],
 )
@@ -81,20 +97,35 @@ def test_what_does_not_divide_a_block(rng):
         prefill.paged_attention(**args, config=prefill.Config(block_kv=64, pages_at_once=2))
 
 
-def test_the_variants_are_timed_where_they_may_help():
-    def struct(page, window):
-        pool = jax.ShapeDtypeStruct((256, page, 8, 64), jnp.bfloat16)
-        args = {"q": jax.ShapeDtypeStruct((4096, 64, 64), jnp.bfloat16), "k_pages": pool, "v_pages": pool}
-        args |= {"page_table": jax.ShapeDtypeStruct((1, 4096 // page), jnp.int32)}
-        args |= {"lengths": jax.ShapeDtypeStruct((1,), jnp.int32), "query_start": jax.ShapeDtypeStruct((2,), jnp.int32)}
-        return MECHANISM.prepare(**args, window=window)
+def struct(page, window, rows=4096, D=64):
+    pool = jax.ShapeDtypeStruct((256, page, 8, D), jnp.bfloat16)
+    args = {"q": jax.ShapeDtypeStruct((rows, 64, D), jnp.bfloat16), "k_pages": pool, "v_pages": pool}
+    args |= {"page_table": jax.ShapeDtypeStruct((1, 4096 // page), jnp.int32)}
+    args |= {"lengths": jax.ShapeDtypeStruct((1,), jnp.int32), "query_start": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    return MECHANISM.prepare(**args, window=window)
 
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_the_default_for_long_prompts(page, window, D):
+    """Any page and window; pages of few slots are fetched two at once, a second q is there if tiles are short."""
+    args = struct(page, window, rows=256, D=D)
+    config = paged.default_config(**args)
+    assert isinstance(config, prefill.Config)
+    assert config.pages_at_once == (2 if window is None and page < 64 else 1)
+    assert config.q_stages == (2 if page >= 64 and D < 256 else 1)
+    assert config in list(prefill.configs(**args))
+    assert not isinstance(paged.default_config(**struct(page, window, rows=255, D=D)), prefill.Config)
+
+
+def test_the_variants_are_timed_where_they_may_help():
     found = {
         key: {(c.q_stages, c.pages_at_once) for c in prefill.configs(**struct(*key))}
         for key in ((64, None), (64, 128), (16, None), (16, 128))
     }
     assert found == {
-        (64, None): {(1, 1)},
+        (64, None): {(1, 1), (2, 1)},
         (64, 128): {(1, 1), (2, 1)},
         (16, None): {(1, 1), (1, 2), (1, 4)},
         (16, 128): {(1, 1), (1, 2), (1, 4), (2, 1), (2, 4)},
