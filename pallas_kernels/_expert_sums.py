@@ -15,7 +15,7 @@ BLOCK = 128
 """Inputs that share a scale, and the features that do."""
 TOGETHER = 2
 """Blocks whose products are started at once."""
-ALONE = 4
+ALONE = 2
 """Blocks that are written out in a row where products are started one by one."""
 
 f32, i32 = jnp.float32, jnp.int32
