@@ -4,12 +4,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import _row_copies
 
 BLOCK = 64
 """Rows to which every expert is filled up."""
 _MOST = 2**31 - 1
+_COMPARED = 2048
+"""Pairs up to which all are compared with each other."""
+_CHUNK = 256
+"""Pairs that are compared with each other where there are more."""
 
 
 def local_experts(ids: jax.Array, num_experts: int, expert_map: jax.Array | None) -> jax.Array:
@@ -40,7 +45,7 @@ class Tiles:
     """What a grouped product does: tile s has rows `starts[s] * unit` on, all of one expert."""
 
     count: jax.Array
-    """int32 [1]: tiles in use."""
+    """int32: tiles in use, the first number."""
     experts: jax.Array
     """int32 [S]."""
     starts: jax.Array
@@ -94,20 +99,21 @@ def shared_tiles(which: jax.Array, weights: jax.Array, num_experts: int) -> Tile
     T, A = which.shape
     unit, most = -(-T // 8) * 8, min(num_experts, T * A)
     expert = jnp.arange(num_experts, dtype=jnp.int32)
-    hit = jnp.any(which.reshape(-1, 1) == expert, 0)
-    last = jnp.sum(hit & (expert <= expert[:, None]), 1, dtype=jnp.int32)  # hit experts up to each
-    tile = jnp.arange(most, dtype=jnp.int32)
-    experts = jnp.minimum(jnp.sum(last <= tile[:, None], 1, dtype=jnp.int32), num_experts - 1)
+    hit = jnp.any(which.reshape(-1) == expert[:, None], 1)
+    upto = _upto(num_experts)
+    ends = jnp.sum(hit & (expert <= upto[:, None]), 1, dtype=jnp.int32)  # all hit experts, then those up to each
+    last, tile = ends[1:], np.arange(most, dtype=np.int32)
+    experts = jnp.sum(last[:-1] <= tile[:, None], 1, dtype=jnp.int32)
     at = jnp.where(which < num_experts, last[jnp.minimum(which, num_experts - 1)] - 1, -1)
-    own = at[None] == tile[:, None, None]
+    own = at == tile[:, None, None]
     rows = jnp.sum(jnp.where(own, weights, 0), -1)
     again = jnp.any((at[:, :, None] == at[:, None, :]) & jnp.tri(A, k=-1, dtype=bool), -1)
     token = jnp.arange(T, dtype=jnp.int32)[:, None]
     return Tiles(
-        count=last[-1:],
+        count=ends,
         experts=experts,
-        starts=tile,
-        filled=jnp.ones_like(tile),
+        starts=jnp.asarray(tile),
+        filled=jnp.asarray(np.ones_like(tile)),
         weights=jnp.pad(jnp.pad(rows, ((0, 0), (0, unit - T))).reshape(-1), (0, BLOCK)),
         positions=jnp.where((at < 0) | again, -1, at * unit + token),
         real=jnp.pad(jnp.any(own, -1), ((0, 0), (0, unit - T))).reshape(-1),
@@ -117,8 +123,33 @@ def shared_tiles(which: jax.Array, weights: jax.Array, num_experts: int) -> Tile
     )
 
 
+def _upto(num_experts: int) -> np.ndarray:
+    """The last expert, then every expert: sums up to them are the total, then running ones."""
+    return np.concatenate([[num_experts - 1], np.arange(num_experts)]).astype(np.int32)
+
+
+def _ranks(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many pairs before each have its expert, and how many pairs every expert has, without a sort.
+
+    Many pairs are cut into chunks: inside one all are compared with each other, what lies in those before is counted.
+    """
+    (pairs,), expert = flat.shape, np.arange(num_experts, dtype=np.int32)
+    if pairs <= _COMPARED:
+        number = np.arange(pairs, dtype=np.int32)
+        rank = jnp.sum((flat[:, None] == flat) & (number < number[:, None]), 1, dtype=jnp.int32)
+        return rank, jnp.sum(flat == expert[:, None], 1, dtype=jnp.int32)
+    chunk = jnp.pad(flat, (0, -pairs % _CHUNK), constant_values=num_experts).reshape(-1, _CHUNK)
+    place, number = np.arange(_CHUNK, dtype=np.int32), np.arange(chunk.shape[0], dtype=np.int32)
+    inside = jnp.sum((chunk[:, :, None] == chunk[:, None]) & (place < place[:, None]), 2, dtype=jnp.int32)
+    counts = jnp.sum(chunk[:, None] == expert[:, None], 2, dtype=jnp.int32)
+    bound = np.arange(len(number) + 1, dtype=np.int32)
+    before = jnp.sum(jnp.where(number[:, None] < bound[:, None, None], counts, 0), 1, dtype=jnp.int32)
+    own = before[number[:, None], jnp.minimum(chunk, num_experts - 1)]
+    return (own + inside).reshape(-1)[:pairs], before[-1]
+
+
 def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
-    """Rows sorted by expert, each expert filled up to a multiple of `block`, in tiles of up to `groups` such blocks.
+    """Rows in the order of their experts, each filled up to a multiple of `block`, in tiles of up to `groups` blocks.
 
     Args:
         which: int32 [T, A], E = none.
@@ -128,55 +159,26 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         block: rows, a multiple of 8.
     """
     (T, A), E = which.shape, num_experts
-    pairs, size = T * A, capacity(T * A, block, num_experts)
-    flat = which.reshape(pairs)
-    order = order_by_expert(flat, E)
-    counts = jnp.sum(flat[:, None] == jnp.arange(E, dtype=jnp.int32), 0, dtype=jnp.int32)
-    ends, blocks = jnp.cumsum(counts, dtype=jnp.int32), -(-counts // block)
-    block_ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    first_block, first = block_ends - blocks, ends - counts
-    # rows -> pairs
-    row = jnp.arange(size + (groups - 1) * block, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.sum((row // block)[:, None] >= block_ends, 1, dtype=jnp.int32), E - 1)
-    rank = row - first_block[expert] * block
-    real = rank < counts[expert]
-    pair = jnp.where(real, order[jnp.minimum(first[expert] + rank, pairs - 1)], 0)
-    # pairs -> rows
-    sorted_at = jnp.zeros((pairs,), jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
-    own = jnp.minimum(flat, E - 1)
-    positions = jnp.where(flat < E, sorted_at + first_block[own] * block - first[own], -1)
-    tile_ends = jnp.cumsum(-(-blocks // groups), dtype=jnp.int32)
-    return _tiles(weights, positions, pair, real, blocks, first_block, tile_ends, groups, block)
-
-
-def ranked_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
-    """`sorted_tiles` of few pairs, which are compared with each other: a few reductions instead of a sort and sums."""
-    (T, A), E = which.shape, num_experts
-    pairs, size = T * A, capacity(T * A, block, num_experts)
-    flat, number = which.reshape(pairs), jnp.arange(T * A, dtype=jnp.int32)
-    expert, none = jnp.arange(E, dtype=jnp.int32), flat >= E
-    rank = jnp.sum((flat[:, None] == flat) & (number < number[:, None]), 1, dtype=jnp.int32)
-    blocks = -(-jnp.sum(flat == expert[:, None], 1, dtype=jnp.int32) // block)
-    tiles = -(-blocks // groups)
-    upto = expert <= expert[:, None]
-    block_ends, tile_ends = (jnp.sum(jnp.where(upto, x, 0), 1, dtype=jnp.int32) for x in (blocks, tiles))
-    first = block_ends - blocks
-    positions = jnp.where(none, -1, first[jnp.minimum(flat, E - 1)] * block + rank)
-    row = jnp.arange(size + (groups - 1) * block, dtype=jnp.int32)
-    pair = jnp.max(jnp.where(positions == row[:, None], number, -1), 1)
+    pairs, size = T * A, capacity(T * A, block, E) + (groups - 1) * block
+    flat, number, expert = which.reshape(pairs), jnp.arange(pairs, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
+    rank, counts = _ranks(flat, E)
+    blocks = -(-counts // block)
+    upto = expert <= _upto(E)[:, None]
+    block_ends, tile_ends = (jnp.sum(jnp.where(upto, x, 0), 1, dtype=jnp.int32) for x in (blocks, -(-blocks // groups)))
+    first = block_ends[1:] - blocks
+    positions = jnp.where(flat < E, first[jnp.minimum(flat, E - 1)] * block + rank, -1)
+    if pairs * size <= 4 * _COMPARED**2:
+        pair = jnp.max(jnp.where(positions == np.arange(size, dtype=np.int32)[:, None], number, -1), 1)
+    else:
+        to = jnp.where(flat < E, positions, size)
+        pair = jnp.full((size,), -1, jnp.int32).at[to].set(number, mode="drop")
     real, pair = pair >= 0, jnp.maximum(pair, 0)
-    return _tiles(weights, positions, pair, real, blocks, first, tile_ends, groups, block)
-
-
-def _tiles(weights, positions, pair, real, blocks, first, tile_ends, groups: int, block: int) -> Tiles:
-    """Tiles of rows that hold `pair` where `real`; an expert has `blocks` from `first`, and tiles up to `tile_ends`."""
-    (T, A), E, pairs = weights.shape, blocks.size, weights.size
-    size = capacity(pairs, block, E)
-    tile = jnp.arange(-(-size // (block * groups)) + (min(E, pairs) if groups > 1 else 0), dtype=jnp.int32)
-    of = jnp.minimum(jnp.sum(tile[:, None] >= tile_ends, 1, dtype=jnp.int32), E - 1)
-    inside = tile - (tile_ends + (-blocks // groups))[of]
+    tile = np.arange(-(-(size - (groups - 1) * block) // (block * groups)) + (min(E, pairs) if groups > 1 else 0))
+    tile = tile.astype(np.int32)
+    of = jnp.sum(tile[:, None] >= tile_ends[1:-1], 1, dtype=jnp.int32)
+    inside = tile - (tile_ends[1:] + (-blocks // groups))[of]
     return Tiles(
-        count=tile_ends[-1:],
+        count=tile_ends,
         experts=of,
         starts=first[of] + inside * groups,
         filled=jnp.minimum(blocks[of] - inside * groups, groups),
@@ -185,5 +187,8 @@ def _tiles(weights, positions, pair, real, blocks, first, tile_ends, groups: int
         real=real,
         source=pair // A,
         unit=block,
-        size=real.size,
+        size=size,
     )
+
+
+ranked_tiles = sorted_tiles

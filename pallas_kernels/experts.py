@@ -27,21 +27,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _routing
+from pallas_kernels import _expert_sums, _inline, _mosaic, _routing
 from pallas_kernels._gated import Activation
 
 SPAN = 128
 """Bytes of one step's inputs, and of the columns that are stored together: a swizzle span."""
 BLOCK = 128
 """Inputs that share a scale in blocks."""
-TOGETHER = 2
-"""Blocks whose products are started at once."""
 ROWS = 64
 """Rows of one warpgroup."""
 MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
 DTYPES = ("bfloat16", "float16")
 FP8 = ("fp8_tensor", "fp8_block")
+LOWEST = -33
+"""Exponent of the least scale of a block."""
+FEW = 16
+"""Rows that are fetched for a tile that has no more."""
 DECODED = ("wna16", "mxfp4", "nvfp4")
 """Formats whose weights the caller hands over in the dtype of x."""
 
@@ -51,6 +53,9 @@ WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Lay
 
 
 # ---------------------------------------------------------------- configuration and legality
+_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "block": (8, 16, 32, 64)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Path, shape of a tile and of the ring."""
@@ -65,11 +70,15 @@ class Config:
     """Steps in flight."""
     spans: int = 1
     """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
+    block: int = 64
+    """Rows to a multiple of which each expert is filled up: 8, 16, 32 or 64; sorted rows only."""
+    encode: bool = False
+    """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
     prefetch: int = 0
     """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
-        for name, known in (("multipliers", (1, 2)), ("half", (64, 128)), ("spans", (1, 2, 4))):
+        for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 12:
@@ -131,12 +140,16 @@ def _smem_bytes(c: Config) -> int:
     return ring + 2 * c.multipliers * ROWS * SPAN + 1024
 
 
-def _illegal(c: Config, T: int, M: int, F: int, format: str) -> str | None:
+def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True) -> str | None:
     inputs = c.spans * (64 if format == "none" else SPAN)
     if c.spans > 1 and (M % inputs or F % inputs):
         return f"spans={c.spans} needs M and F in multiples of {inputs}, got M={M} and F={F}"
-    if c.half > 64 and format in FP8:
-        return f"FP8 needs half=64, got {c.half}"
+    if c.encode and (c.half < BLOCK or format != "fp8_block" or not ue8m0):
+        return (
+            f"encode=True needs half={BLOCK} and format='fp8_block' with ue8m0=True, got half={c.half} and {format!r}"
+        )
+    if c.half > 64 and c.spans > 1 and format in FP8:
+        return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
         return f"half={c.half} needs F in multiples of {c.half} and M of {2 * c.half}, got F={F} and M={M}"
     if c.shared and T > MOST_SHARED:
@@ -169,30 +182,32 @@ def experts(
     weight_on,
     expert_map,
     keep_wide=False,
+    ue8m0=False,
     **_,
 ):
     """Run the kernels on prepared arguments of `jaxattn.experts`.
 
     `quantize(rows)` gives codes and scales as the format wants them: one number, [1, R], [K / 128, R], or none;
-    `keep_wide` leaves what lies between the products in float32.
+    `keep_wide` leaves what lies between the products in float32, `ue8m0` tells that scales are powers of two.
 
     Raises:
         ValueError: `config` does not fit these shapes.
     """
     (T, M), E, F = x.shape, w13.shape[0], w2.shape[2]
-    if reason := _illegal(config, T, M, F, format):
+    if reason := _illegal(config, T, M, F, format, ue8m0):
         raise ValueError(f"experts: {reason}")
     which = _routing.local_experts(ids, E, expert_map)
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers)
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // config.block, config.block)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     pairs = activation == "swigluoai"
+    encode = config.encode
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = quantize(x)
-    a = product(
+    a, encoded = product(
         tiles.rows(codes),
         w13.reshape((E, F, 2, M) if pairs else (E, 2, F, M)),
         F,
@@ -202,14 +217,16 @@ def experts(
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
         then=w2 if config.prefetch else None,
-        out_dtype=f32 if keep_wide else x.dtype,
+        out_dtype=jnp.float8_e4m3fn if encode else f32 if keep_wide else x.dtype,
     )
-    codes, scale = quantize(a if format != "fp8_tensor" else jnp.where(tiles.real[:, None], a, 0))
-    y = product(
+    codes, scale = a, encoded
+    if not encode:
+        codes, scale = quantize(a if format != "fp8_tensor" else jnp.where(tiles.real[:, None], a, 0))
+    y, _ = product(
         codes,
         w2,
         M,
-        row_scale=_row_scale(format, scale, lambda s: jnp.pad(s, ((0, 0), (0, ROWS)))),
+        row_scale=_row_scale(format, scale, lambda s: s if encode else jnp.pad(s, ((0, 0), (0, ROWS)))),
         weight_scale=_weight_scale(format, w2_scale, scale, lambda s: s),
         bias=None if w2_bias is None else w2_bias.astype(f32),
         weights=tiles.weights if late or w2_bias is not None else None,
@@ -256,6 +273,13 @@ class _Plan:
     narrow: Any
     """Of x: what the first product is rounded to."""
     out_dtype: Any
+    tiled: bool
+    """Scales of rows lie tile by tile."""
+
+    @property
+    def encoded(self) -> bool:
+        """The results are codes, with scales beside them."""
+        return self.config.encode and self.act is not None
 
     @property
     def width(self) -> int:
@@ -288,13 +312,18 @@ class _Plan:
         return self.unit if self.config.shared else self.config.multipliers * ROWS
 
     @property
+    def stored(self) -> int:
+        """Rows that are stored together."""
+        return min(self.unit, ROWS)
+
+    @property
     def blocks(self) -> bool:
         """Rows and features have a scale for each block of inputs."""
         return self.format == "fp8_block"
 
 
 def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=None, **arrays):
-    """Rows of all tiles times their experts' weights, with the epilogue; [tiles.size, N]."""
+    """Rows of all tiles times their experts' weights, with the epilogue; [tiles.size, N], and scales or None."""
     x = _Plan(
         config=config,
         act=act,
@@ -306,18 +335,23 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         dtype=jnp.dtype(rows.dtype),
         narrow=jnp.dtype(narrow),
         out_dtype=jnp.dtype(out_dtype),
+        tiled=config.encode and act is None,
     )
     inputs = {"count": tiles.count, "experts": tiles.experts, "starts": tiles.starts, "filled": tiles.filled}
     inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
 
+    outputs = {"o": jax.ShapeDtypeStruct((tiles.size, N), out_dtype)}
+    if x.encoded:
+        outputs["o_scale"] = jax.ShapeDtypeStruct((N // BLOCK, tiles.experts.shape[0] * x.loaded), f32)
+
     def body(*refs, **scratch):
-        given = dict(zip((*inputs, "o"), refs, strict=True))
+        given = dict(zip((*inputs, *outputs), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
     blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
-    return plgpu.kernel(
+    out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tiles.size, N), out_dtype),
+        out_type=list(outputs.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
@@ -326,22 +360,26 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         kernel_name="experts_up" if act else "experts_down",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs.values())
+    return out[0], out[1] if x.encoded else None
 
 
 def _scratch(x: _Plan) -> dict[str, Any]:
     c, rows = x.config, x.config.multipliers * ROWS
-    span = _mosaic.swizzled(SPAN, bytes_per_value=x.dtype.itemsize)
+    wide = x.format in FP8 and c.half == BLOCK
+    span = _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=x.dtype.itemsize)
     scratch = {
         "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=span),
         "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=span),
         "pieces": plgpu.SMEM(
-            (c.multipliers, 2, ROWS, x.piece),
+            (c.multipliers, 1 if x.encoded else 2, ROWS, x.piece),
             x.out_dtype,
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
         "full": plgpu.Barrier(num_arrivals=(3 + x.blocks) * c.spans, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages),
     }
+    if x.encoded:
+        scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
     return scratch | ({"scale_ring": plgpu.SMEM((c.stages, c.spans, rows), f32)} if x.blocks else {})
 
 
@@ -377,7 +415,7 @@ def _block(x: _Plan, r: Any) -> None:
 
         def tile(turn, _):
             tile, across, first = place(turn)
-            some = warpgroup < r.filled[tile]
+            some = warpgroup * (ROWS // x.stored) < r.filled[tile]
             pl.when(some)(lambda: _multiply(x, r, warpgroup, tile, across, first))
             if c.multipliers > 1:
                 pl.when(jnp.logical_not(some))(lambda: _skip(x, r, first))
@@ -395,6 +433,8 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
     expert, row = r.experts[tile], _input_row(x, r, tile)
+    scales = tile * x.loaded if x.tiled else row
+    few = None if c.shared or x.unit > FEW else r.filled[tile] <= FEW // x.unit
 
     def weight(half, inputs):
         if x.act is None:
@@ -414,11 +454,19 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
                 where = r.b_ring.at[slot, i, pl.ds(half * c.half, c.half)]
                 plgpu.copy_gmem_to_smem(weight(half, pl.ds(span * x.inputs, x.inputs)), where, full)
         for i, span in enumerate(spans):
-            rows = r.rows.at[pl.ds(row, x.loaded), pl.ds(span * x.inputs, x.inputs)]
-            plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, x.loaded)], full)
+
+            def fetch(count, i=i, span=span):
+                rows = r.rows.at[pl.ds(row, count), pl.ds(span * x.inputs, x.inputs)]
+                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full)
+
+            if few is None:
+                fetch(x.loaded)
+            else:
+                pl.when(few)(lambda fetch=fetch: fetch(FEW))
+                pl.when(jnp.logical_not(few))(lambda fetch=fetch: fetch(x.loaded))
             if x.blocks:
                 where = r.scale_ring.at[slot, i, pl.ds(0, x.loaded)]
-                plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(row, x.loaded)], where, full)
+                plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(scales, x.loaded)], where, full)
 
     lax.fori_loop(0, x.steps, step, None)
 
@@ -448,8 +496,8 @@ def _skip(x: _Plan, r: Any, first) -> None:
 
 def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
     """64 rows of one tile."""
-    c, expert = x.config, r.experts[tile]
-    sums = (_block_sums if x.format in FP8 else _plain_sums)(x, r, warpgroup, expert, across, first)
+    expert = r.experts[tile]
+    sums = _expert_sums.sums(x, r, warpgroup, expert, across, first)
     if x.format in ("none", "fp8_tensor") and r.weight_scale is not None:
         sums = tuple(part * r.weight_scale[expert] for part in sums)
     if x.format == "int8":
@@ -460,111 +508,50 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
     weights = None
     if r.weights is not None:
         weights = plgpu.load(r.weights.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
-    stored = x.unit if c.shared else ROWS
     for i, column in enumerate(range(0, x.width, x.piece)):
-        value = _finished(x, r, sums, column, expert, across, weights).astype(x.out_dtype)
-        piece = r.pieces.at[warpgroup, i % 2]
-        plgpu.wait_smem_to_gmem(0 if x.N % x.width else 1, wait_read_only=True)  # what is not stored does not count
-        piece[...] = value
+        value = _finished(x, r, sums, column, expert, across, weights)
+        if x.encoded:
+            value, scale = _encoded(value.astype(x.narrow).astype(f32))
+        piece = r.pieces.at[warpgroup, 0 if x.encoded else i % 2]
+        # what is not stored does not count
+        plgpu.wait_smem_to_gmem(0 if x.encoded or x.N % x.width else 1, wait_read_only=True)
+        piece[...] = value.astype(x.out_dtype)
+        if x.encoded:
+            r.tops[warpgroup] = scale
         plgpu.commit_smem()
         at = across * x.width + column
-
-        @pl.when(at < x.N)
-        def _(at=at, piece=piece):
-            where = r.o.at[pl.ds(row, stored), pl.ds(at, x.piece)]
-            plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, stored)], where)
+        pl.when(at < x.N)(lambda at=at, piece=piece: _store(x, r, warpgroup, piece, tile, row, at))
 
 
-def _operands(r: Any, warpgroup, slot, span):
-    return r.a_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)], r.b_ring.at[slot, span].T
+def _store(x: _Plan, r: Any, warpgroup, piece, tile, row, at) -> None:
+    """Send one piece, and the scales of its rows, on its way: the rows of this expert only."""
+
+    def send(start: int, count: int):
+        where = r.o.at[pl.ds(row + start, count), pl.ds(at, x.piece)]
+        plgpu.copy_smem_to_gmem(piece.at[pl.ds(start, count)], where, commit_group=False)
+
+    blocks = 1 if x.config.shared else ROWS // x.unit
+    if blocks == 1:
+        send(0, x.stored)
+    else:
+        mine = r.filled[tile] - warpgroup * blocks
+        pl.when(mine >= blocks)(lambda: send(0, ROWS))
+        for i in range(blocks - 1):
+            pl.when((mine < blocks) & (mine > i))(lambda i=i: send(i * x.unit, x.unit))
+    if x.encoded:
+        count = x.stored if x.config.shared else ROWS
+        rows = pl.ds(tile * x.loaded + warpgroup * ROWS, count)
+        where = r.o_scale.at[lax.div(at, i32(BLOCK)), rows]
+        plgpu.copy_smem_to_gmem(r.tops.at[warpgroup, pl.ds(0, count)], where, commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
 
 
-def _plain_sums(x: _Plan, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, jax.Array]:
-    """Sums over all inputs, both halves [64, half]; int32 for INT8."""
-    del expert, across
-    c = x.config
-
-    def products(sums):
-        def step(k, _):
-            at = first + k
-            slot = lax.rem(at, i32(c.stages))
-            plgpu.barrier_wait(r.full.at[slot])
-            for span in range(c.spans):
-                plgpu.wgmma(sums, *_operands(r, warpgroup, slot, span))
-            plgpu.wgmma_wait(c.spans)
-            before = lax.rem(at + (c.stages - 1), i32(c.stages))
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(r.empty.at[before]))
-
-        lax.fori_loop(0, x.steps, step, None)
-        values = sums[...]
-        plgpu.barrier_arrive(r.empty.at[lax.rem(first + (x.steps - 1), i32(c.stages))])
-        return values
-
-    kind = i32 if x.format == "int8" else f32
-    sums = pl.run_scoped(products, _mosaic.ACC((ROWS, 2 * c.half), kind))
-    return sums[:, : c.half], sums[:, c.half :]
-
-
-def _block_sums(x: _Plan, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, jax.Array]:
-    """Sums of sums over 128 inputs, each with the scales of its rows and of its features, if there are any.
-
-    FP8 tensor cores keep about 14 bits of a running sum, so 128 inputs are as far as they go.
-    """
-    c = x.config
-    distance = x.N if x.act else c.half  # from the features of one half to those of the other
-    lines = [lax.div(across * x.width + half * distance, i32(BLOCK)) for half in range(2)]
-
-    blocks = x.steps * c.spans
-
-    def scales(k, count):
-        if not x.blocks:
-            return (None,) * count
-        at = [jnp.minimum(k + i, blocks - 1) for i in range(count)]
-        return tuple(tuple(r.weight_scale[expert, line, i] for line in lines) for i in at)
-
-    def add(k, sums, weight_scales):
-        """Blocks k, k + 1, ...; the first one starts a step."""
-
-        def products(*parts):
-            total = list(sums)
-            at = [(lax.rem(first + lax.div(k, i32(c.spans)) + i // c.spans, i32(c.stages)), i % c.spans) for i in where]
-            for (slot, span), part in zip(at, parts, strict=True):
-                if span == 0:
-                    plgpu.barrier_wait(r.full.at[slot])
-                plgpu.wgmma(part, *_operands(r, warpgroup, slot, span))
-            for i, ((slot, span), part) in enumerate(zip(at, parts, strict=True)):
-                scale = None
-                if x.blocks:
-                    rows = r.scale_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)]
-                    scale = plgpu.load(rows, layout=ROW, optimized=False)
-                value = plgpu.wgmma_accumulator_load(part, wait_n=len(parts) - 1 - i)
-                if span == c.spans - 1:
-                    if x.blocks and _mosaic.interpreting():
-                        plgpu.commit_smem()  # the race detector wants a fence behind loads; the card does not
-                    plgpu.barrier_arrive(r.empty.at[slot])
-                for half in range(2):
-                    mine = value[:, half * c.half : (half + 1) * c.half]
-                    if scale is not None:
-                        mine = mine * lax.broadcast_in_dim(scale * weight_scales[where[i]][half], mine.shape, [0])
-                    total[half] = total[half] + mine
-            return tuple(total)
-
-        for start in range(0, len(weight_scales), TOGETHER):
-            where = range(start, min(start + TOGETHER, len(weight_scales)))
-            sums = pl.run_scoped(products, *[_mosaic.ACC((ROWS, 2 * c.half), f32) for _ in where])
-        return sums
-
-    count = max(TOGETHER, c.spans)
-
-    def step(n, carry):
-        sums, now = carry
-        ahead = scales((n + 1) * count, count)
-        return add(n * count, sums, now), ahead
-
-    zero = plgpu.layout_cast(jnp.zeros((ROWS, c.half), f32), WGMMA)
-    whole, rest = divmod(blocks, count)
-    sums, now = lax.fori_loop(0, whole, step, ((zero, zero), scales(0, count)))
-    return add(whole * count, sums, now[:rest]) if rest else sums
+def _encoded(value):
+    """Numbers [64, 128] over the scales of their rows, and those, [64]: see `_row_copies.encode`."""
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), i32)
+    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), LOWEST)
+    scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, f32) for e in (exponent, -exponent))
+    return value * lax.broadcast_in_dim(inverse, value.shape, [0]), scale
 
 
 def _finished(x: _Plan, r: Any, sums, column: int, expert, across, weights):

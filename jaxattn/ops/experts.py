@@ -274,7 +274,7 @@ def _run_mosaic(*, config, format, act_group, ue8m0, **args):
             q, s = formats.codes(x, format, act_group, ue8m0)
             return q, s if s is None or not s.ndim else s.T
 
-        return mosaic.experts(config=config, quantize=quantize, format=format, **args)
+        return mosaic.experts(config=config, quantize=quantize, format=format, ue8m0=ue8m0, **args)
 
     for name in ("w13", "w2"):
         args[name] = formats.decode(args, name, format, dtype)
