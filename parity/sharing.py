@@ -20,6 +20,7 @@ import jax
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+FEW_PASSES = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
 
 
@@ -112,11 +113,16 @@ def compile_plainly(marks: str) -> None:
     still do without. It reads its flags when it compiles the first program of a process, at times while tests are
     collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
 
+    Processes that tests start compile alike, and with few passes (see `compile_for`).
+
     Args:
         marks: pytest's `-m`.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "not optimized" in marks and "xla_backend_extra_options" not in flags:
+    if "not optimized" not in marks:
+        return
+    os.environ.setdefault(FEW_PASSES, "true")
+    if "xla_backend_extra_options" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {PLAIN}".strip()
 
 

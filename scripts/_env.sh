@@ -92,6 +92,7 @@ use_environment() {
   [ "$name" = default ] || venv=$root/.venv-$name
   DEVICE=cpu
   [ "$name" != default ] || DEVICE=$(find_device)
+  keep_bytecode "$venv/bytecode"
   key="$DEVICE $(cat "$root"/{pyproject.toml,constraints.txt,requirements/*.txt,scripts/_env.sh} | cksum) $root"
   PYTHON=$venv/bin/python
   state() { cat "$venv/.jaxattn" 2>/dev/null; }
@@ -106,6 +107,12 @@ use_environment() {
     exec 9>&-
   fi
   keep_programs "$venv/compiled"
+}
+
+# keep_bytecode FOLDER: what Python compiled serves the next process, also where it may write nothing beside sources.
+keep_bytecode() {
+  export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$1}"
+  unset PYTHONDONTWRITEBYTECODE
 }
 
 # keep_programs FOLDER: compiled programs serve the next process.

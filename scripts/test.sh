@@ -100,6 +100,12 @@ pool_programs() {
   done
 }
 
+# find_marked NAME: the files whose tests have that mark, in $marked; to collect all of the others takes longer
+find_marked() {
+  marked=()
+  while IFS= read -r file; do marked+=("$file"); done < <(grep -rl --include='test_*.py' "mark\.$1" tests | sort)
+}
+
 run_pytest() {
   local part=$1 where=$2 args=() code summary
   shift 2
@@ -162,12 +168,15 @@ for part in "${parts[@]}"; do
         run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"}
       else # apart: processes without tests that want all of the compiler's passes need half as long to compile
         run_pytest tests tests -m "not aot and not optimized" ${parallel[@]+"${parallel[@]}"}
-        whole=()
-        while IFS= read -r file; do whole+=("$file"); done < <(grep -rl --include='test_*.py' 'mark\.optimized' tests)
-        run_pytest whole "${whole[0]}" "${whole[@]:1}" -m "optimized and not aot" ${parallel[@]+"${parallel[@]}"}
+        find_marked optimized
+        run_pytest whole "${marked[0]}" "${marked[@]:1}" -m "optimized and not aot" ${parallel[@]+"${parallel[@]}"}
       fi
       ;;
-    aot) run_pytest aot tests -m aot ;;
+    aot)
+      marked=(tests)
+      [ ${#pytest_args[@]} -gt 0 ] || find_marked aot
+      run_pytest aot "${marked[0]}" "${marked[@]:1}" -m aot
+      ;;
     parity)
       plainly=() # none of these tests wants all passes
       if [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ]; then plainly=(-m "not optimized"); fi

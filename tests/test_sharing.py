@@ -111,8 +111,11 @@ def test_only_where_no_test_wants_all_passes_programs_are_compiled_plainly(monke
         ("", "", ""),
     ):
         monkeypatch.setenv("XLA_FLAGS", given)
+        monkeypatch.setenv(sharing.FEW_PASSES, "")  # so that it is put back
+        monkeypatch.delenv(sharing.FEW_PASSES)
         sharing.compile_plainly(marks)
         assert os.environ["XLA_FLAGS"] == wanted
+        assert (sharing.FEW_PASSES in os.environ) == ("not optimized" in marks)  # for processes that tests start
 
 
 def test_a_share_that_is_no_number(monkeypatch):
