@@ -90,6 +90,28 @@ def together(items: list[Any], names: Iterable[str]) -> None:
         if item.get_closest_marker("optimized"):  # few groups: programs are forgotten at the ends of each
             name = f"optimized {zlib.crc32(name.encode()) % 2}"
         item.add_marker(pytest.mark.xdist_group(name))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long_ones_first(items)
+
+
+def long_ones_first(items: list[Any]) -> None:
+    """Order groups by how long they may take, so that at the end no process waits long for the other.
+
+    xdist would count tests (`--no-loadscope-reorder` keeps it from that), but one of a whole model takes as long as
+    ten others.
+    """
+    weights: dict[str, int] = {}
+    for item in items:
+        weights[_group(item)] = weights.get(_group(item), 0) + (10 if _is_of_a_model(item) else 1)
+    items.sort(key=lambda item: (-weights[_group(item)], _group(item)))
+
+
+def _group(item: Any) -> str:
+    return item.get_closest_marker("xdist_group").args[0]
+
+
+def _is_of_a_model(item: Any) -> bool:
+    return item.path.parent.name == "models" or item.path.stem in ("test_bench_model", "test_embed", "test_tutorial")
 
 
 def compile_for(item: Any) -> None:

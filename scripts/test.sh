@@ -128,7 +128,7 @@ if [ -z "$jobs" ] && [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ] && "$PY
   jobs=2
 fi
 if [ "${jobs:-1}" != 1 ]; then
-  parallel=(-n "$jobs" --dist loadgroup)
+  parallel=(-n "$jobs" --dist loadgroup --no-loadscope-reorder)
   export XLA_PYTHON_CLIENT_PREALLOCATE="${XLA_PYTHON_CLIENT_PREALLOCATE:-false}"
 fi
 
