@@ -21,7 +21,7 @@ import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 FEW_PASSES = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=1"
 
 
 def asked() -> int:
@@ -129,11 +129,12 @@ def compile_for(item: Any) -> None:
 
 
 def compile_plainly(marks: str) -> None:
-    """Compile small programs in half the time where no test marked `optimized` runs; before anything is compiled.
+    """Compile small programs in a third of the time where no test marked `optimized` runs; before anything is compiled.
 
     XLA emits a CPU's loops by way of MLIR, whose contexts and passes take longer than the rest of the compiler, and can
-    still do without. It reads its flags when it compiles the first program of a process, at times while tests are
-    collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
+    still do without. It also cuts programs into parts for as many threads, which costs more than it gives where
+    processes share the processors. It reads its flags when it compiles the first program of a process, at times while
+    tests are collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
 
     Processes that tests start compile alike, and with few passes (see `compile_for`).
 
