@@ -80,7 +80,7 @@ fill() {
       ;;
   esac
   pip_install -c "$constraints" -e "$root[$extras]" || return
-  if [ "$DEVICE" = cpu ] && [ "$(uname -s)" = Linux ]; then
+  if [ "$DEVICE" = cpu ] && [ "$(uname -s)" = Linux ] && [ -z "${no_compiler:-}" ]; then
     pip_install -c "$constraints" --no-deps -r "$compile" || return
   fi
   (cd / && env -u PYTHONPATH "$venv/bin/python" -c 'import flax, jax, jaxattn, pytest')
@@ -96,7 +96,14 @@ use_environment() {
   key="$DEVICE $(cat "$root"/{pyproject.toml,constraints.txt,requirements/*.txt,scripts/_env.sh} | cksum) $root"
   PYTHON=$venv/bin/python
   state() { cat "$venv/.jaxattn" 2>/dev/null; }
-  complete() { [ "$(state)" = "$key" ] && recent "$PYTHON"; }
+  complete() {
+    case $(state) in
+      "$key") ;;
+      "$key, no compiler") [ -n "${no_compiler:-}" ] || return 1 ;;
+      *) return 1 ;;
+    esac
+    recent "$PYTHON"
+  }
 
   if ! complete; then
     if type -P flock >/dev/null; then
@@ -143,7 +150,7 @@ build() {
     "$python" -m venv "$venv" || die "$python could not make an environment in $venv"
     fill "$name" || die "installing the packages failed (see above); the first time needs a network connection"
   fi
-  printf '%s\n' "$key" >"$venv/.jaxattn"
+  printf '%s\n' "$key${no_compiler:+, no compiler}" >"$venv/.jaxattn"
   say "${venv#"$root"/} is ready after $((SECONDS - started)) s"
 }
 

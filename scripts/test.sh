@@ -17,6 +17,7 @@ Options:
   --share N         run about one in N of the parametrized cases and the first of every mechanism (CI: it has two processors)
   --jobs N          processes that share the tests (default: 2, with a GPU 1, which is then not shared)
   --setup-only      make the environment and stop
+  --no-compiler     a new environment does without the CUDA compiler, which --aot alone needs
   --env NAME        default (.venv), newest-jax (.venv-newest-jax) or cuda12 (.venv-cuda12: --aot with CUDA 12)
   --python PATH     use this interpreter as it is, install nothing
 Everything else goes to pytest; a test file or id among it replaces the folder of the part.
@@ -25,7 +26,7 @@ TXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
-parts=() pytest_args=() captures=() env=default interpreter="" jobs="" setup_only="" selected=""
+parts=() pytest_args=() captures=() env=default interpreter="" jobs="" setup_only="" no_compiler="" selected=""
 while [ $# -gt 0 ]; do
   case $1 in
     --tests | --parity | --aot | --lint | --types) parts+=("${1#--}") ;;
@@ -42,6 +43,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --setup-only) setup_only=yes ;;
+    --no-compiler) no_compiler=yes ;;
     -h | --help)
       usage
       exit
