@@ -20,7 +20,8 @@ import jax
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+FEW_PASSES = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+PLAIN = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=1"
 
 
 def asked() -> int:
@@ -89,6 +90,28 @@ def together(items: list[Any], names: Iterable[str]) -> None:
         if item.get_closest_marker("optimized"):  # few groups: programs are forgotten at the ends of each
             name = f"optimized {zlib.crc32(name.encode()) % 2}"
         item.add_marker(pytest.mark.xdist_group(name))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long_ones_first(items)
+
+
+def long_ones_first(items: list[Any]) -> None:
+    """Order groups by how long they may take, so that at the end no process waits long for the other.
+
+    xdist would count tests (`--no-loadscope-reorder` keeps it from that), but one of a whole model takes as long as
+    ten others.
+    """
+    weights: dict[str, int] = {}
+    for item in items:
+        weights[_group(item)] = weights.get(_group(item), 0) + (10 if _is_of_a_model(item) else 1)
+    items.sort(key=lambda item: (-weights[_group(item)], _group(item)))
+
+
+def _group(item: Any) -> str:
+    return item.get_closest_marker("xdist_group").args[0]
+
+
+def _is_of_a_model(item: Any) -> bool:
+    return item.path.parent.name == "models" or item.path.stem in ("test_bench_model", "test_embed", "test_tutorial")
 
 
 def compile_for(item: Any) -> None:
@@ -106,17 +129,23 @@ def compile_for(item: Any) -> None:
 
 
 def compile_plainly(marks: str) -> None:
-    """Compile small programs in half the time where no test marked `optimized` runs; before anything is compiled.
+    """Compile small programs in a third of the time where no test marked `optimized` runs; before anything is compiled.
 
     XLA emits a CPU's loops by way of MLIR, whose contexts and passes take longer than the rest of the compiler, and can
-    still do without. It reads its flags when it compiles the first program of a process, at times while tests are
-    collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
+    still do without. It also cuts programs into parts for as many threads, which costs more than it gives where
+    processes share the processors. It reads its flags when it compiles the first program of a process, at times while
+    tests are collected, so that the choice is one for all tests: `scripts/test.sh` runs those marked `optimized` apart.
+
+    Processes that tests start compile alike, and with few passes (see `compile_for`).
 
     Args:
         marks: pytest's `-m`.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "not optimized" in marks and "xla_backend_extra_options" not in flags:
+    if "not optimized" not in marks:
+        return
+    os.environ.setdefault(FEW_PASSES, "true")
+    if "xla_backend_extra_options" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {PLAIN}".strip()
 
 

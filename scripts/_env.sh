@@ -80,7 +80,7 @@ fill() {
       ;;
   esac
   pip_install -c "$constraints" -e "$root[$extras]" || return
-  if [ "$DEVICE" = cpu ] && [ "$(uname -s)" = Linux ]; then
+  if [ "$DEVICE" = cpu ] && [ "$(uname -s)" = Linux ] && [ -z "${no_compiler:-}" ]; then
     pip_install -c "$constraints" --no-deps -r "$compile" || return
   fi
   (cd / && env -u PYTHONPATH "$venv/bin/python" -c 'import flax, jax, jaxattn, pytest')
@@ -92,10 +92,18 @@ use_environment() {
   [ "$name" = default ] || venv=$root/.venv-$name
   DEVICE=cpu
   [ "$name" != default ] || DEVICE=$(find_device)
+  keep_bytecode "$venv/bytecode"
   key="$DEVICE $(cat "$root"/{pyproject.toml,constraints.txt,requirements/*.txt,scripts/_env.sh} | cksum) $root"
   PYTHON=$venv/bin/python
   state() { cat "$venv/.jaxattn" 2>/dev/null; }
-  complete() { [ "$(state)" = "$key" ] && recent "$PYTHON"; }
+  complete() {
+    case $(state) in
+      "$key") ;;
+      "$key, no compiler") [ -n "${no_compiler:-}" ] || return 1 ;;
+      *) return 1 ;;
+    esac
+    recent "$PYTHON"
+  }
 
   if ! complete; then
     if type -P flock >/dev/null; then
@@ -106,6 +114,12 @@ use_environment() {
     exec 9>&-
   fi
   keep_programs "$venv/compiled"
+}
+
+# keep_bytecode FOLDER: what Python compiled serves the next process, also where it may write nothing beside sources.
+keep_bytecode() {
+  export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$1}"
+  unset PYTHONDONTWRITEBYTECODE
 }
 
 # keep_programs FOLDER: compiled programs serve the next process.
@@ -136,7 +150,7 @@ build() {
     "$python" -m venv "$venv" || die "$python could not make an environment in $venv"
     fill "$name" || die "installing the packages failed (see above); the first time needs a network connection"
   fi
-  printf '%s\n' "$key" >"$venv/.jaxattn"
+  printf '%s\n' "$key${no_compiler:+, no compiler}" >"$venv/.jaxattn"
   say "${venv#"$root"/} is ready after $((SECONDS - started)) s"
 }
 

@@ -17,6 +17,7 @@ Options:
   --share N         run about one in N of the parametrized cases and the first of every mechanism (CI: it has two processors)
   --jobs N          processes that share the tests (default: 2, with a GPU 1, which is then not shared)
   --setup-only      make the environment and stop
+  --no-compiler     a new environment does without the CUDA compiler, which --aot alone needs
   --env NAME        default (.venv), newest-jax (.venv-newest-jax) or cuda12 (.venv-cuda12: --aot with CUDA 12)
   --python PATH     use this interpreter as it is, install nothing
 Everything else goes to pytest; a test file or id among it replaces the folder of the part.
@@ -25,7 +26,7 @@ TXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
-parts=() pytest_args=() captures=() env=default interpreter="" jobs="" setup_only="" selected=""
+parts=() pytest_args=() captures=() env=default interpreter="" jobs="" setup_only="" no_compiler="" selected=""
 while [ $# -gt 0 ]; do
   case $1 in
     --tests | --parity | --aot | --lint | --types) parts+=("${1#--}") ;;
@@ -42,6 +43,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --setup-only) setup_only=yes ;;
+    --no-compiler) no_compiler=yes ;;
     -h | --help)
       usage
       exit
@@ -100,6 +102,12 @@ pool_programs() {
   done
 }
 
+# find_marked NAME: the files whose tests have that mark, in $marked; to collect all of the others takes longer
+find_marked() {
+  marked=()
+  while IFS= read -r file; do marked+=("$file"); done < <(grep -rl --include='test_*.py' "mark\.$1" tests | sort)
+}
+
 run_pytest() {
   local part=$1 where=$2 args=() code summary
   shift 2
@@ -122,7 +130,7 @@ if [ -z "$jobs" ] && [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ] && "$PY
   jobs=2
 fi
 if [ "${jobs:-1}" != 1 ]; then
-  parallel=(-n "$jobs" --dist loadgroup)
+  parallel=(-n "$jobs" --dist loadgroup --no-loadscope-reorder)
   export XLA_PYTHON_CLIENT_PREALLOCATE="${XLA_PYTHON_CLIENT_PREALLOCATE:-false}"
 fi
 
@@ -162,12 +170,15 @@ for part in "${parts[@]}"; do
         run_pytest tests tests -m "not aot" ${parallel[@]+"${parallel[@]}"}
       else # apart: processes without tests that want all of the compiler's passes need half as long to compile
         run_pytest tests tests -m "not aot and not optimized" ${parallel[@]+"${parallel[@]}"}
-        whole=()
-        while IFS= read -r file; do whole+=("$file"); done < <(grep -rl --include='test_*.py' 'mark\.optimized' tests)
-        run_pytest whole "${whole[0]}" "${whole[@]:1}" -m "optimized and not aot" ${parallel[@]+"${parallel[@]}"}
+        find_marked optimized
+        run_pytest whole "${marked[0]}" "${marked[@]:1}" -m "optimized and not aot" ${parallel[@]+"${parallel[@]}"}
       fi
       ;;
-    aot) run_pytest aot tests -m aot ;;
+    aot)
+      marked=(tests)
+      [ ${#pytest_args[@]} -gt 0 ] || find_marked aot
+      run_pytest aot "${marked[0]}" "${marked[@]:1}" -m aot
+      ;;
     parity)
       plainly=() # none of these tests wants all passes
       if [ "$DEVICE" = cpu ] && [ ${#pytest_args[@]} -eq 0 ]; then plainly=(-m "not optimized"); fi

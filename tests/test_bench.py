@@ -122,6 +122,22 @@ def test_options_that_are_wrong_are_not_timed(tmp_path, record, interpreted, cap
     assert "mosaic with rows=16: raised WrongResultError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--tune",)], ids=["plain", "tune"])
+def test_a_mechanism_without_kernels_is_timed_as_its_reference(tmp_path, record, monkeypatch, more):
+    permute = small(registry.find("permute"), "T9-A2-E8-M128")
+    record(permute)
+    right = peers.Peer("right", lambda args: lambda: dict(zip(NAMES, permute.reference(**args), strict=True)))
+    wrong = peers.Peer("wrong", lambda args: lambda: {"offsets": np.zeros(9)})
+    monkeypatch.setattr(peers, "find", lambda mechanism, library: (right, wrong))
+    code, (line,) = command(tmp_path, "--peer", "torch", *more)
+    assert code == 0
+    assert (line["mechanism"], line["kernel"], line["config"]) == ("permute", "reference", "None")
+    assert (line["us"], line["peer"], line["ratio_to_peer"], line["error"]) == (10, "torch: right", 1, 0)
+
+
+NAMES = ("permuted", "offsets", "positions")
+
+
 @pytest.mark.parametrize("text", ["rows", "rows=", "rows=4=5", "rows=four"])
 def test_options_that_cannot_be_read(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
@@ -309,6 +325,11 @@ def test_every_target_has_its_case_and_its_peer():
         assert "bench" in next(c.tags for c in mechanism.cases if c.name == case)
         library = "torch" if peer.startswith("torch") else "vllm"
         assert peers.find(mechanism, library), f"{name} has no {library} peer"
+
+
+@pytest.mark.parametrize("name", ["align_block_size", "permute", "unpermute"])
+def test_sorting_by_expert_has_a_peer(name):
+    assert peers.find(registry.find(name), "vllm")
 
 
 # ---------------------------------------------------------------- probes

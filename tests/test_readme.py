@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,12 @@ def test_example_of_the_readme_runs_alone():
 @pytest.mark.parametrize("page", ["models.md", *(Path(m.docs).name for m in MECHANISMS)])
 def test_examples_run(page, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    exec("\n".join([*examples(f"docs/{page}"), ANSWER]), {"__name__": page})
+    names: dict[str, Any] = {"__name__": page}
+    exec("\n".join([*examples(f"docs/{page}"), ANSWER]), names)
     assert capsys.readouterr().out == "bfloat16 True\n"
+    if page == "paged_attention.md":  # the op, its configurations, the layer, and the layer in Linen
+        assert len(examples(f"docs/{page}")) == 4
+        assert (names["y"].shape, sorted(names["variables"])) == ((32, 256), ["kv_pages", "params"])
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -74,7 +74,8 @@ def test_what_is_not_parametrized_stays(monkeypatch):
     assert thin(items) == items
 
 
-def test_a_mechanism_and_a_file_each_stay_in_one_process():
+def test_a_mechanism_and_a_file_each_stay_in_one_process(monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     names = ["mla", "sparse_mla", "attention"]
     mechanism = SimpleNamespace(name="sparse_mla", reference=None)
     edge = ("mla", "case", "o", "capture_vs_kernel")
@@ -101,6 +102,25 @@ def test_a_mechanism_and_a_file_each_stay_in_one_process():
     assert {m.args[0] for m in marks[4]} == {"optimized 0", "optimized 1"}
 
 
+def test_groups_that_may_take_long_come_first(monkeypatch):
+    counts = {"test_few": 1, "models/test_layers": 2, "test_many": 12, "test_some": 3, "test_embed": 1}
+    items = [item(stem, f"test_{i}") for i in range(12) for stem, count in counts.items() if i < count]
+    for one in items:
+        marks = []
+        one.add_marker, one.get_closest_marker = marks.append, lambda name, m=marks: m[0] if m else None
+        del one.callspec
+    given = list(items)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    sharing.together(items, [])
+    assert items == given
+    sharing.long_ones_first(items)
+    order = ["models/layers", "tests/many", "tests/embed", "tests/some", "tests/few"]
+    assert list(dict.fromkeys(i.get_closest_marker("xdist_group").args[0] for i in items)) == order
+    for stem in counts:  # tests of a file keep their order
+        mine = [i for i in items if i.path == Path(f"tests/{stem}.py")]
+        assert mine == [i for i in given if i in mine]
+
+
 def test_only_where_no_test_wants_all_passes_programs_are_compiled_plainly(monkeypatch):
     for marks, given, wanted in (
         ("not aot and not optimized", "", sharing.PLAIN),
@@ -111,8 +131,11 @@ def test_only_where_no_test_wants_all_passes_programs_are_compiled_plainly(monke
         ("", "", ""),
     ):
         monkeypatch.setenv("XLA_FLAGS", given)
+        monkeypatch.setenv(sharing.FEW_PASSES, "")  # so that it is put back
+        monkeypatch.delenv(sharing.FEW_PASSES)
         sharing.compile_plainly(marks)
         assert os.environ["XLA_FLAGS"] == wanted
+        assert (sharing.FEW_PASSES in os.environ) == ("not optimized" in marks)  # for processes that tests start
 
 
 def test_a_share_that_is_no_number(monkeypatch):

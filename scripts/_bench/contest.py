@@ -226,6 +226,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Result lines of one case, one for each kernel that supports it and each peer (or without one).
 
+    A mechanism without kernels is timed as its reference under `jax.jit`, which is what its calls run.
+
     Args:
         mechanism: the record.
         case: one of its cases.
@@ -253,8 +255,8 @@ def run(
     lines: list[dict[str, Any]] = []
     others, errors = rivals(mechanism, libraries, sets, truth, rows)
     clock("peers")
-    for name, kernel in mechanism.kernels.items():
-        if reason := kernel.why_not(**args) or kernel.why_not_here():
+    for name, kernel in (mechanism.kernels or {_mechanism.REFERENCE: None}).items():
+        if kernel and (reason := kernel.why_not(**args) or kernel.why_not_here()):
             say(f"  {name}: {reason}")
             continue
 
@@ -274,7 +276,9 @@ def run(
             except Exception as e:
                 return execution.message("raised", e)
 
-        config = _mechanism.default_config(mechanism, kernel, args) if tune is None else tune(name, args, time_of)
+        config = None
+        if kernel:
+            config = _mechanism.default_config(mechanism, kernel, args) if tune is None else tune(name, args, time_of)
         one, off, bits = port(config)
         tried: dict[str, dict[str, Any]] = {}
         contestants = {"port": one} | others

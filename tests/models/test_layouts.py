@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxattn.models import Checkpoint, generate, load_model
@@ -53,11 +54,21 @@ def test_experts_of_gpt_oss_may_be_plain_and_the_configuration_new(tmp_path):
             np.testing.assert_array_equal(np.float32(getattr(a.mlp, part)[...]), np.float32(w))
 
 
+@nnx.jit
+def logits(model):
+    cache, tables = model.make_cache(1, 64)
+    batch = model.make_batch(tables, jnp.array([9]), jnp.array([0, 9]), tokens=9)
+    return model(jnp.arange(3, 12), cache, batch)
+
+
 def test_deepseek_v32_is_v3_with_an_indexer(tmp_path, rng):
     """With as many tokens as there are, logits and generated tokens are V3's; with one, they are not."""
-    source = Checkpoint.open(DATA / "deepseek_v3")
-    tensors = {n: t.read() for n, t in source.tensors.items()}
-    for layer in range(3):
+    source = Checkpoint.open(DATA / "deepseek_v3")  # two layers of it: one dense, one of experts
+    tensors = {n: t.read() for n, t in source.tensors.items() if not n.startswith("model.layers.2.")}
+    config = source.config | {"num_hidden_layers": 2, "torch_dtype": "float32"}
+    (folder := tmp_path / "dense").mkdir()
+    dense, prompts = saved(folder, config, tensors), [[5, 17, 3, 20, 9], [40, 8]]
+    for layer in range(2):
         shapes = {"wq_b": (3 * 16, 48), "wk": (16, 64), "weights_proj": (3, 64)}
         for name, shape in shapes.items():
             w = jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16)
@@ -65,20 +76,13 @@ def test_deepseek_v32_is_v3_with_an_indexer(tmp_path, rng):
         for name in ("weight", "bias"):
             w = np.asarray(jnp.asarray(rng.standard_normal(16), jnp.bfloat16))
             tensors[f"model.layers.{layer}.self_attn.indexer.k_norm.{name}"] = w
-    index = {"model_type": "deepseek_v32", "index_n_heads": 3, "index_head_dim": 16, "torch_dtype": "float32"}
-    dense, prompts = load_model(source.folder, dtype="float32", progress=False), [[5, 17, 3, 20, 9], [40, 8]]
-
-    def logits(model):
-        cache, tables = model.make_cache(1, 64)
-        batch = model.make_batch(tables, jnp.array([9]), jnp.array([0, 9]), tokens=9)
-        return np.asarray(model(jnp.arange(3, 12), cache, batch))
-
+    index = {"model_type": "deepseek_v32", "index_n_heads": 3, "index_head_dim": 16}
     found = {}
     for topk in (64, 1):
         (folder := tmp_path / str(topk)).mkdir()
-        found[topk] = saved(folder, source.config | index | {"index_topk": topk}, tensors)
+        found[topk] = saved(folder, config | index | {"index_topk": topk}, tensors)
         assert isinstance(found[topk].model.layers[0].self_attn, DeepseekV32Attention)
-    want = logits(dense)
-    assert np.abs(logits(found[64]) - want).max() <= 2**12 * np.finfo(np.float32).eps * np.abs(want).max()
-    assert np.abs(logits(found[1]) - want).max() > np.abs(want).max() / 100
+    want, many, one = (np.asarray(logits(model)) for model in (dense, found[64], found[1]))
+    assert np.abs(many - want).max() <= 2**12 * np.finfo(np.float32).eps * np.abs(want).max()
+    assert np.abs(one - want).max() > np.abs(want).max() / 100
     assert generate(found[64], prompts, max_new_tokens=4) == generate(dense, prompts, max_new_tokens=4)
