@@ -518,13 +518,14 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         weights = plgpu.load(r.weights.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
     for i, column in enumerate(range(0, x.width, x.piece)):
         value = _finished(x, r, sums, column, expert, across, weights)
+        scale = None
         if x.encoded:
             value, scale = _encoded(value.astype(x.narrow).astype(f32))
         piece = r.pieces.at[warpgroup, 0 if x.encoded else i % 2]
         # what is not stored does not count
         plgpu.wait_smem_to_gmem(0 if x.encoded or x.N % x.width else 1, wait_read_only=True)
         piece[...] = value.astype(x.out_dtype)
-        if x.encoded:
+        if scale is not None:
             r.tops[warpgroup] = scale
         plgpu.commit_smem()
         at = across * x.width + column
