@@ -191,4 +191,4 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
     )
 
 
-ranked_tiles = sorted_tiles
+ranked_tiles = sorted_tiles  # few pairs and many take one way

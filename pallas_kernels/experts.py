@@ -17,6 +17,7 @@ many tokens  rows are copied in the order of their experts, each expert filled u
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -116,21 +117,18 @@ def default_config(*, x, w13, ids, format, **_) -> Config:
     return Config(half=wide, stages=4 if wide == 128 else 5)
 
 
-def configs(*, x, w13, format, **more) -> Iterator[Config]:
+def configs(*, x, w13, format, ue8m0=True, **more) -> Iterator[Config]:
     """Every configuration that fits the shapes and shared memory."""
     (T, M), F = x.shape, w13.shape[1] // 2
-    for half in (64, 128):
-        if half > 64 and (F % half or M % (2 * half) or format in FP8):
-            continue
-        for multipliers in (1, 2):
-            for stages in (3, 4, 5, 6, 8):
-                for shared in (False, True):
-                    if shared and (multipliers > 1 or T > MOST_SHARED):
-                        continue
-                    config = Config(shared=shared, multipliers=multipliers, half=half, stages=stages)
-                    if _smem_bytes(config) <= _mosaic.SMEM_BYTES:
-                        yield config
     default = default_config(x=x, w13=w13, format=format, **more)
+    shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (8, 64))
+    for half, multipliers, stages, shared, block in shapes:
+        if shared and (multipliers > 1 or block < ROWS):
+            continue
+        plain = Config(shared=shared, multipliers=multipliers, half=half, stages=stages, block=block)
+        for config in (plain, dataclasses.replace(plain, encode=True)):
+            if _illegal(config, T, M, F, format, ue8m0) is None:
+                yield config
     yield from (dataclasses.replace(default, prefetch=steps) for steps in (4, 8, 16))
 
 
@@ -204,7 +202,7 @@ def experts(
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     pairs = activation == "swigluoai"
-    encode = config.encode
+    encode, bare = config.encode, config.shared and format == "fp8_block" and tiles.unit == T
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = quantize(x)
     a, encoded = product(
@@ -212,7 +210,7 @@ def experts(
         w13.reshape((E, F, 2, M) if pairs else (E, 2, F, M)),
         F,
         act=act,
-        row_scale=_row_scale(format, scale, tiles.scales),
+        row_scale=scale if bare else _row_scale(format, scale, tiles.scales),
         weight_scale=_weight_scale(format, w13_scale, scale, lambda s: _halves(s, pairs)),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
@@ -337,7 +335,9 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         out_dtype=jnp.dtype(out_dtype),
         tiled=config.encode and act is None,
     )
-    inputs = {"count": tiles.count, "experts": tiles.experts, "starts": tiles.starts, "filled": tiles.filled}
+    inputs = {"count": tiles.count, "experts": tiles.experts}
+    if not config.shared:
+        inputs |= {"starts": tiles.starts, "filled": tiles.filled}
     inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
 
     outputs = {"o": jax.ShapeDtypeStruct((tiles.size, N), out_dtype)}
@@ -415,7 +415,10 @@ def _block(x: _Plan, r: Any) -> None:
 
         def tile(turn, _):
             tile, across, first = place(turn)
-            some = warpgroup * (ROWS // x.stored) < r.filled[tile]
+            if c.shared:
+                _multiply(x, r, warpgroup, tile, across, first)
+                return
+            some = warpgroup * (ROWS // x.unit) < r.filled[tile]
             pl.when(some)(lambda: _multiply(x, r, warpgroup, tile, across, first))
             if c.multipliers > 1:
                 pl.when(jnp.logical_not(some))(lambda: _skip(x, r, first))
@@ -424,9 +427,14 @@ def _block(x: _Plan, r: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
+def _first_row(x: _Plan, r: Any, tile):
+    """Where a tile's results lie."""
+    return (tile if x.config.shared else r.starts[tile]) * x.unit
+
+
 def _input_row(x: _Plan, r: Any, tile):
     """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
-    return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
+    return 0 if x.config.shared and x.act else _first_row(x, r, tile)
 
 
 def _load(x: _Plan, r: Any, tile, across, first) -> None:
@@ -504,19 +512,20 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         row = _input_row(x, r, tile) + warpgroup * ROWS
         scale = plgpu.load(r.row_scale.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
         sums = tuple(part.astype(f32) * lax.broadcast_in_dim(scale, part.shape, [0]) for part in sums)
-    row = r.starts[tile] * x.unit + warpgroup * ROWS
+    row = _first_row(x, r, tile) + warpgroup * ROWS
     weights = None
     if r.weights is not None:
         weights = plgpu.load(r.weights.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
     for i, column in enumerate(range(0, x.width, x.piece)):
         value = _finished(x, r, sums, column, expert, across, weights)
+        scale = None
         if x.encoded:
             value, scale = _encoded(value.astype(x.narrow).astype(f32))
         piece = r.pieces.at[warpgroup, 0 if x.encoded else i % 2]
         # what is not stored does not count
         plgpu.wait_smem_to_gmem(0 if x.encoded or x.N % x.width else 1, wait_read_only=True)
         piece[...] = value.astype(x.out_dtype)
-        if x.encoded:
+        if scale is not None:
             r.tops[warpgroup] = scale
         plgpu.commit_smem()
         at = across * x.width + column

@@ -9,7 +9,7 @@ from jaxattn import experts, megamoe_staged
 from jaxattn.ops._expert_cases import make_inputs, struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import fp8
-from pallas_kernels import _mosaic, _row_copies
+from pallas_kernels import _mosaic, _routing, _row_copies
 from pallas_kernels import experts as mosaic
 from parity.twins import experts as twin
 
@@ -166,6 +166,20 @@ def test_every_path_of_the_kernel(T, config, options, rng):
     assert steps_apart(kernel(args, **config), experts(**args, implementation="reference")) < 1 / 100
 
 
+@pytest.mark.parametrize(
+    ("T", "format", "config"),
+    [
+        (30, "none", {"multipliers": 2, "half": 64, "stages": 2, "block": 16}),
+        (30, "fp8_block", {"multipliers": 1, "half": 128, "stages": 2, "block": 8, "encode": True}),
+        (9, "fp8_block", {"shared": True, "multipliers": 1, "half": 128, "stages": 2, "encode": True}),
+    ],
+)
+def test_how_rows_are_filled_up_and_quantized_does_not_change_a_bit(T, format, config, rng):
+    args = make_inputs(rng, T, 2, 3, 256, 128, format=format)
+    plain = {"shared": T < 10, "multipliers": 1, "half": 64, "stages": 2}
+    np.testing.assert_array_equal(kernel(args, **config).view(np.int16), kernel(args, **plain).view(np.int16))
+
+
 def test_a_token_that_chose_an_expert_twice_gets_both_weights(rng):
     args = make_inputs(rng, 5, 2, 3, 128, 64)
     args["ids"] = args["ids"].at[:, 1].set(args["ids"][:, 0])
@@ -212,6 +226,29 @@ def test_rows_of_any_length_are_copied_and_added(rng):
         np.testing.assert_array_equal(sums, jnp.stack(wanted).astype(dtype))
 
 
+@pytest.mark.parametrize(("T", "A", "E", "groups", "block"), [(9, 3, 5, 2, 8), (350, 6, 5, 2, 64)])
+def test_rows_are_in_the_stable_order_of_experts(T, A, E, groups, block, rng):
+    which = rng.integers(0, E + 1, (T, A))
+    tiles = _routing.sorted_tiles(jnp.asarray(which, jnp.int32), jnp.ones((T, A)), E, groups, block)
+    flat, row, starts, filled = which.reshape(-1), 0, [], []
+    source, positions = np.zeros(tiles.size, int), np.full(T * A, -1)
+    for expert in range(E):
+        pairs = np.flatnonzero(flat == expert)
+        positions[pairs] = row + np.arange(len(pairs))
+        source[positions[pairs]] = pairs // A
+        blocks = -(-len(pairs) // block)
+        starts += [(expert, row // block + i) for i in range(0, blocks, groups)]
+        filled += [min(groups, blocks - i) for i in range(0, blocks, groups)]
+        row += blocks * block
+    np.testing.assert_array_equal(tiles.positions.reshape(-1), positions)
+    np.testing.assert_array_equal(tiles.source, source)
+    used = int(tiles.count[0])
+    assert list(zip(tiles.experts[:used].tolist(), tiles.starts[:used].tolist(), strict=True)) == starts
+    assert tiles.filled[:used].tolist() == filled
+    np.testing.assert_array_equal(tiles.real, np.isin(np.arange(tiles.size), positions))
+    np.testing.assert_array_equal(np.asarray(tiles.weights)[: tiles.size], np.asarray(tiles.real, float))
+
+
 def test_paths_are_chosen_from_shapes_alone():
     def chosen(T, E=64, **options):
         c = mosaic.default_config(
@@ -231,6 +268,7 @@ def test_paths_are_chosen_from_shapes_alone():
     [
         ({"half": 96}, "half must be 64 or 128, got 96"),
         ({"multipliers": 3}, "multipliers must be 1 or 2, got 3"),
+        ({"block": 4}, "block must be 8, 16, 32 or 64, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 12, got 1"),
         ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"shared": True, "multipliers": 2}, "shared rows need one warpgroup that multiplies, got multipliers=2"),
@@ -247,7 +285,16 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
         ({}, {"half": 128}, "half=128 needs F in multiples of 128 and M of 256, got F=64 and M=128"),
         ({"T": 65}, {"shared": True, "multipliers": 1, "half": 64}, "shared rows are for at most 64 tokens, got T=65"),
         ({}, {"half": 64, "stages": 12}, "needs .* bytes of shared memory, more than 232448; use fewer stages"),
-        ({"format": "fp8_block", "F": 128, "M": 256}, {"half": 128}, "FP8 needs half=64, got 128"),
+        (
+            {"format": "fp8_block", "F": 128, "M": 256},
+            {"half": 64, "encode": True},
+            "encode=True needs half=128 and format='fp8_block' with ue8m0=True, got half=64 and 'fp8_block'",
+        ),
+        (
+            {"format": "fp8_block", "F": 256, "M": 256},
+            {"half": 128, "spans": 2, "stages": 2},
+            "FP8 with half=128 needs spans=1, got 2",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(options, config, message, rng):
