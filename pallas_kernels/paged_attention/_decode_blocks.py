@@ -28,7 +28,6 @@ OPTIONAL = (
     "sinks",
     "sums",
     "tile",
-    "v_tile",
     "p_tile",
     "part_o",
     "part_sums",
@@ -365,22 +364,20 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         ahead = page_numbers(jnp.minimum(j + num_stages, last - 1))
         hole = (j * block_kv, low, high) if masked else None
         k, v = r.k_ring.at[at], r.v_ring.at[at]
-        v_tile = r.v_tile if x.two_tiles else r.tile
-
-        def convert_v():
-            """V's block, when it is there, as numbers."""
-            plgpu.barrier_wait(r.v_bar.at[at])
-            codes.convert(x, v, r.v_scales.at[at] if x.per_head else None, kv_head, hole, v_tile)
-            if not x.swapped:  # else with P
-                plgpu.commit_smem()
 
         def refill():
             pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
 
-        def meanwhile():
-            convert_v()
-            if x.code_keys:
-                refill()
+        def convert_v():
+            """V's block, when it is there, as numbers; returns its scales per key, or None."""
+            plgpu.barrier_wait(r.v_bar.at[at])
+            given = r.v_scales.at[at] if x.per_head else None
+            weight = scales_of(x, given, kv_head, hole) if x.per_head else None  # before the barriers of `convert`
+            codes.convert(x, v, given, kv_head, hole, r.tile)
+            if not x.swapped:  # else with P
+                plgpu.commit_smem()
+            refill()
+            return weight
 
         plgpu.barrier_wait(r.k_bar.at[at])
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
@@ -388,8 +385,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             codes.convert(x, k, r.k_scales.at[at] if x.per_head else None, kv_head, None, r.tile)
             plgpu.commit_smem()
             k = r.tile
-        early = x.code_keys or x.two_tiles
-        s = _scores(x, r, k, meanwhile if early else None)
+        s = _scores(x, r, k, convert_v if x.code_keys else None)
         if scales is not None:
             s = s * per_key(scales, s)
         pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
@@ -408,14 +404,10 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         if not x.restage:
             plgpu.barrier_wait(r.v_bar.at[at])
             v = codes.clear(x, v, hole) if masked else v
-        elif not early:
-            convert_v()
-        if x.per_head:
-            weight = scales_of(x, r.v_scales.at[at], kv_head, hole)
-            p = p * per_key(weight, p)
-        if x.restage and not x.code_keys:
-            refill()
-        o = _add_product(x, r, o, p, v_tile if x.restage else v)
+        elif not x.code_keys:
+            weight = convert_v()
+            p = p if weight is None else p * per_key(weight, p)
+        o = _add_product(x, r, o, p, r.tile if x.restage else v)
         if not x.restage:
             refill()
         return m, total, (o,)
