@@ -64,6 +64,8 @@ class Config(common.Config):
     """Pages of a split; results do not depend on the rest of the batch."""
     num_shares: int | None = None
     """Thread blocks of each chunk of heads, among which the whole batch is shared out equally."""
+    snap: bool = False
+    """Shares end where tiles end if that makes them hardly longer, as with requests of one length: nothing is cut."""
     swapped: bool = False
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
     at_once: bool = False
@@ -101,6 +103,7 @@ class Plan:
     num_stages: int
     split_pages: int | None
     num_shares: int | None
+    snap: bool
     swapped: bool
     at_once: bool
     interpreted: bool
@@ -323,6 +326,7 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
+    found += [dataclasses.replace(c, snap=True) for c in found if c.num_shares is not None]
     for config in dict.fromkeys([*found, together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
@@ -346,6 +350,8 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of block_kv={x.block_kv} keys, got {given}"
     if x.num_shares is not None and x.window is not None:
         return f"num_shares={x.num_shares} is for calls without a window; leave it out or use split_pages"
+    if x.snap and x.num_shares is None:
+        return "snap is for shares; leave it out or use num_shares"
     if (used := _smem(x)) > _mosaic.SMEM_BYTES:
         given = f"block_kv={x.block_kv}, num_stages={x.num_stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"

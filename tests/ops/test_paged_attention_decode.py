@@ -132,6 +132,22 @@ def test_what_may_help_is_among_the_configurations():
     assert not any(c.at_once for c in decode.configs(**shapes()))
 
 
+@pytest.mark.parametrize(
+    ("requests", "lengths", "whole"),
+    [
+        ((1, 1, 1), (640, 700, 690), True),
+        ((1,) * 6, (650, 650, 640, 640, 650, 650), True),
+        ((1, 2, 1), (640, 65, 0), False),
+    ],
+    ids=["one-each", "two-each", "ragged"],
+)
+def test_shares_snap_to_tiles_of_one_length(requests, lengths, whole, rng):
+    """Bits of tiles that were not cut, where lengths are about the same; else those of equal shares."""
+    args = make_inputs(rng, requests, lengths, H=2, K=1, sinks=True, return_lse=True, padding=0)
+    snapped = run(args, dataclasses.replace(SHARED, num_shares=3, snap=True))
+    same_bits(snapped, run(args, WHOLE if whole else dataclasses.replace(SHARED, num_shares=3)))
+
+
 def test_more_shares_than_work(rng):
     args = make_inputs(rng, (1, 1), (3, 60), H=2, K=1, return_lse=True)
     many = run(args, dataclasses.replace(SHARED, num_shares=7))
@@ -315,6 +331,7 @@ def test_configurations_that_cannot_be(options, message):
             {"num_shares": 4},
             "num_shares=4 is for calls without a window; leave it out or use split_pages",
         ),
+        ({}, {"snap": True}, "snap is for shares; leave it out or use num_shares"),
         ({"window": 9}, {"at_once": True}, "at_once needs swapped=True"),
         (
             {"window": 300},
