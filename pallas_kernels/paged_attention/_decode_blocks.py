@@ -205,13 +205,13 @@ def _share(x, r: Any) -> None:
     """An equal share of all blocks of keys, request by request, tile by tile, for one chunk of heads."""
     share, chunk = lax.axis_index("share"), lax.axis_index("chunk")
 
-    def work(b, least=1):
+    def work(b, least: Any = 1):
         """Tiles of request b, and blocks of each, at least `least`."""
         start, end, length = _request(x, r, b)
         tiles = lax.div(jnp.maximum(end - start, 0) + (x.block_q - 1), i32(x.block_q))
         return tiles, jnp.maximum(lax.div(length + (x.block_kv - 1), i32(x.block_kv)), least)
 
-    def scan(step, state, least=1):
+    def scan(step, state, least: Any = 1):
         """step(b, work of request b, state) over all requests, the loads of several at once."""
 
         def several(n, state):
