@@ -128,8 +128,9 @@ def default_config(**args) -> Config:
     """Flat for long prompts, else enough segments to fill the card twice over; the other kernels' own defaults.
 
     Prefixes take prefill's kernel where it can run: their rows fill its tiles. Suffixes of the decoding kernel take in
-    their results where they can. Measured on an H200, 128 requests with 256 keys each behind 8192 that all share, 32/8
-    heads of 128: 98 us joined in four segments, 124 in two, 100 in eight; merged 106 (vLLM's cascade 103).
+    their results where they can, each with a thread block of its own where these are many, see `_whole`. Measured on an
+    H200, 128 requests with 256 keys each behind 8192 that all share, 32/8 heads of 128: 76 us joined in four segments
+    (vLLM's cascade 103), in eight 6 us more; with the suffixes in equal shares 97, and then merged 106.
     """
     splits = _splits(**args)
     config = _config(splits, args)
@@ -139,8 +140,25 @@ def default_config(**args) -> Config:
     if paged_prefill.why_not(**prefix) is None:
         config = dataclasses.replace(config, prefix=paged_prefill.default_config(**prefix))
         if isinstance(config.suffix, paged_decode.Config) and _why_not_joined(config, args) is None:
-            config = dataclasses.replace(config, joined=True)
+            config = _whole(dataclasses.replace(config, joined=True), suffix)
     return config
+
+
+def _whole(config: Config, suffix: dict) -> Config:
+    """Joined suffixes of the decoding kernel without shares, where their tiles fill the card twice over.
+
+    The table's columns hold the prefixes, too: whether suffixes are short cannot be seen from shapes. Of so many tiles
+    it does not matter: a short suffix costs its latencies, which other thread blocks hide, all the more with one stage
+    and so with little memory; a long one keeps its multiprocessor busy with little to wait for at the end. Fewer tiles
+    keep their shares, without which long suffixes would leave multiprocessors idle. Measured on an H200, 128 requests
+    of 256 keys with 8 KV heads: 76 us with one stage, 80 with two, 97 in shares; behind two prefixes 83, 87 and 105.
+    """
+    tiles = (
+        min(suffix["q"].shape[0], suffix["page_table"].shape[0]) * paged_decode._plan(config.suffix, **suffix).chunks
+    )
+    if tiles < 4 * _mosaic.num_sms():
+        return config
+    return dataclasses.replace(config, suffix=dataclasses.replace(config.suffix, num_shares=None, num_stages=1))
 
 
 def configs(**args) -> Iterable[Config]:
@@ -171,7 +189,7 @@ def _joinable(config: Config, args: dict) -> list[Config]:
     if not isinstance(config.prefix, paged_prefill.Config) or paged_decode.why_not(**suffix) is not None:
         return []
     best = paged_decode.default_config(**suffix)
-    ways = [{}, {"num_stages": 3}, {"swapped": True}, {"swapped": True, "num_stages": 3}]
+    ways = [{}, {"num_stages": 1}, {"swapped": True}, {"swapped": True, "num_stages": 1}]
     ways += [{"num_shares": best.num_shares, "swapped": swapped} for swapped in (False, True)]
     found = []
     for way in ways:

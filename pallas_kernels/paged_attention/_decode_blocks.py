@@ -28,7 +28,6 @@ OPTIONAL = (
     "sinks",
     "sums",
     "tile",
-    "v_tile",
     "p_tile",
     "part_o",
     "part_sums",
@@ -41,6 +40,8 @@ OPTIONAL += (*per_head.OPTIONAL, *swapped.OPTIONAL, *joined.OPTIONAL)
 LIFT = 15
 """Exponent that P in float16 is raised by: up to 2**15, normal down to 2**-29."""
 _UNROLL = 8
+_SNAP = 16
+"""Shares of whole tiles may be longer than equal ones by one part in so many."""
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -204,42 +205,56 @@ def _share(x, r: Any) -> None:
     """An equal share of all blocks of keys, request by request, tile by tile, for one chunk of heads."""
     share, chunk = lax.axis_index("share"), lax.axis_index("chunk")
 
-    def work(b):
-        """Tiles of request b, and blocks of each, at least one."""
+    def work(b, least: Any = 1):
+        """Tiles of request b, and blocks of each, at least `least`."""
         start, end, length = _request(x, r, b)
         tiles = lax.div(jnp.maximum(end - start, 0) + (x.block_q - 1), i32(x.block_q))
-        return tiles, jnp.maximum(lax.div(length + (x.block_kv - 1), i32(x.block_kv)), 1)
+        return tiles, jnp.maximum(lax.div(length + (x.block_kv - 1), i32(x.block_kv)), least)
 
-    def scan(step, state):
-        """step(b, units of request b, state) over all requests, the loads of several at once."""
+    def scan(step, state, least: Any = 1):
+        """step(b, work of request b, state) over all requests, the loads of several at once."""
 
         def several(n, state):
             each = []
             for k in range(_UNROLL):
                 b = jnp.minimum(n * _UNROLL + k, x.B)
-                tiles, per_tile = work(b)
-                each.append((b, jnp.where(n * _UNROLL + k <= x.B, tiles * per_tile, 0)))
-            for b, units in each:
-                state = step(b, units, state)
+                tiles, per_tile = work(b, least)
+                each.append((b, (jnp.where(n * _UNROLL + k <= x.B, tiles, 0), per_tile)))
+            for b, some in each:
+                state = step(b, some, state)
             return state
 
         return lax.fori_loop(0, -(-(x.B + 1) // _UNROLL), several, state)
 
-    total = scan(lambda b, units, total: total + units, i32(0))
-    size = lax.div(total + (x.num_shares - 1), i32(x.num_shares))
+    def measure(b, some, state):
+        (tiles, per_tile), (total, count, longest) = some, state
+        longest = jnp.where(tiles > 0, jnp.maximum(longest, per_tile), longest)
+        return total + tiles * per_tile, count + tiles, longest
+
+    def a_share(total):
+        return lax.div(total + (x.num_shares - 1), i32(x.num_shares))
+
+    total, count, longest = scan(measure, (i32(0), i32(0), i32(0)))
+    size, least = a_share(total), 1
+    if x.snap:  # all tiles count as the longest one, and shares hold whole tiles
+        whole = a_share(count) * longest
+        snapped = whole - size <= lax.div(size, i32(_SNAP))
+        size, least = jnp.where(snapped, whole, size), jnp.where(snapped, longest, 1)
+        total = jnp.where(snapped, count * longest, total)
     begin = jnp.minimum(share * size, total)
     stop = jnp.minimum(begin + size, total)
 
-    def locate(b, units, state):
-        prefix, found, base = state
+    def locate(b, some, state):
+        (tiles, per_tile), (prefix, found, base) = some, state
+        units = tiles * per_tile
         here = (units > 0) & (prefix <= begin)
         return prefix + units, jnp.where(here, b, found), jnp.where(here, prefix, base)
 
-    b, base = scan(locate, (i32(0), i32(0), i32(0)))[1:]
+    b, base = scan(locate, (i32(0), i32(0), i32(0)), least)[1:]
 
     def part(unit, b, base):
         """Tile, blocks [low, high) of it, blocks of the tile and of the request, of the share from `unit` on."""
-        tiles, per_tile = work(b)
+        tiles, per_tile = work(b, least)
         within = unit - base
         low = lax.rem(within, per_tile)
         high = jnp.minimum(per_tile, low + stop - unit)
@@ -365,22 +380,20 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         ahead = page_numbers(jnp.minimum(j + num_stages, last - 1))
         hole = (j * block_kv, low, high) if masked else None
         k, v = r.k_ring.at[at], r.v_ring.at[at]
-        v_tile = r.v_tile if x.two_tiles else r.tile
-
-        def convert_v():
-            """V's block, when it is there, as numbers."""
-            plgpu.barrier_wait(r.v_bar.at[at])
-            codes.convert(x, v, r.v_scales.at[at] if x.per_head else None, kv_head, hole, v_tile)
-            if not x.swapped:  # else with P
-                plgpu.commit_smem()
 
         def refill():
             pl.when(more)(lambda: fetch_v(j + num_stages, ahead))
 
-        def meanwhile():
-            convert_v()
-            if x.code_keys:
-                refill()
+        def convert_v():
+            """V's block, when it is there, as numbers; returns its scales per key, or None."""
+            plgpu.barrier_wait(r.v_bar.at[at])
+            given = r.v_scales.at[at] if x.per_head else None
+            weight = scales_of(x, given, kv_head, hole) if x.per_head else None  # before the barriers of `convert`
+            codes.convert(x, v, given, kv_head, hole, r.tile)
+            if not x.swapped:  # else with P
+                plgpu.commit_smem()
+            refill()
+            return weight
 
         plgpu.barrier_wait(r.k_bar.at[at])
         scales = scales_of(x, r.k_scales.at[at], kv_head) if x.per_head else None
@@ -388,8 +401,7 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
             codes.convert(x, k, r.k_scales.at[at] if x.per_head else None, kv_head, None, r.tile)
             plgpu.commit_smem()
             k = r.tile
-        early = x.code_keys or x.two_tiles
-        s = _scores(x, r, k, meanwhile if early else None)
+        s = _scores(x, r, k, convert_v if x.code_keys else None)
         if scales is not None:
             s = s * per_key(scales, s)
         pl.when(more)(lambda: fetch_k(j + num_stages, ahead))
@@ -408,14 +420,10 @@ def _attend(x, r: Any, t: Tile, first, last, bounds):
         if not x.restage:
             plgpu.barrier_wait(r.v_bar.at[at])
             v = codes.clear(x, v, hole) if masked else v
-        elif not early:
-            convert_v()
-        if x.per_head:
-            weight = scales_of(x, r.v_scales.at[at], kv_head, hole)
-            p = p * per_key(weight, p)
-        if x.restage and not x.code_keys:
-            refill()
-        o = _add_product(x, r, o, p, v_tile if x.restage else v)
+        elif not x.code_keys:
+            weight = convert_v()
+            p = p if weight is None else p * per_key(weight, p)
+        o = _add_product(x, r, o, p, r.tile if x.restage else v)
         if not x.restage:
             refill()
         return m, total, (o,)

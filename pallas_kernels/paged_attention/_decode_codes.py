@@ -10,6 +10,9 @@ from pallas_kernels import _mosaic
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention import _per_head as per_head
 
+_TOGETHER = 64
+"""Keys whose codes are converted at a time. Two barriers of the thread block lie around each piece."""
+
 i32 = jnp.int32
 
 
@@ -33,9 +36,9 @@ def _keep(value, layout, start, low, high):
 
 def convert(x, codes: Any, scales, head, hole, tile: Any) -> None:
     """Codes of a block as 16-bit numbers in `tile`, for wgmma after the next `commit_smem`."""
-    layout, rows = _layout(x, codes.dtype), x.converted
-    for n in range(0, x.block_kv, rows):
-        some = pl.ds(n, rows)
+    layout = _layout(x, codes.dtype)
+    for n in range(0, x.block_kv, _TOGETHER):
+        some = pl.ds(n, _TOGETHER)
         if x.per_head:
             value = per_head.numbers(x, codes.at[some], scales, head, layout, _span(x), n)
         else:
@@ -43,7 +46,7 @@ def convert(x, codes: Any, scales, head, hole, tile: Any) -> None:
         if hole is not None:
             start, low, high = hole
             value = _keep(value, layout, start + n, low, high)
-        tile[pl.ds(n, rows), :] = value
+        tile[some, :] = value
 
 
 def clear(x, block, hole):

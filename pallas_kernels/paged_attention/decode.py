@@ -39,7 +39,6 @@ from pallas_kernels.paged_attention import _per_head as per_head
 from pallas_kernels.paged_attention._common import FP8, HEAD_DIMS, PAGES, ROWS
 
 BLOCKS = (32, 64, 128)
-CONVERTED = (8, 16, 32, 64)
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 8
 """Query tokens per request, on average, that count as decoding."""
@@ -65,12 +64,10 @@ class Config(common.Config):
     """Pages of a split; results do not depend on the rest of the batch."""
     num_shares: int | None = None
     """Thread blocks of each chunk of heads, among which the whole batch is shared out equally."""
+    snap: bool = False
+    """Shares end where tiles end if that makes them hardly longer, as with requests of one length: nothing is cut."""
     swapped: bool = False
     """Keys are the rows of wgmma and the tile's rows its columns, see `_decode_swapped`."""
-    convert_keys: int | None = None
-    """Keys whose codes are converted together, a divisor of `block_kv`; None: as many as 1024 numbers."""
-    two_tiles: bool = False
-    """Numbers of values have a place beside that of keys: codes are converted while scores are computed."""
     at_once: bool = False
     """All keys that a tile may see are fetched before the first product, see `_decode_once`: for short windows."""
 
@@ -79,8 +76,6 @@ class Config(common.Config):
             raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
-        if self.convert_keys not in (None, *CONVERTED):
-            raise ValueError(f"convert_keys must be {_mosaic.either(CONVERTED)} or None, got {self.convert_keys}")
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
 
@@ -108,9 +103,8 @@ class Plan:
     num_stages: int
     split_pages: int | None
     num_shares: int | None
+    snap: bool
     swapped: bool
-    convert_keys: int | None
-    two_tiles: bool
     at_once: bool
     interpreted: bool
     joined: Any = None
@@ -236,11 +230,6 @@ class Plan:
         return self.lifted or self.code_keys
 
     @property
-    def converted(self) -> int:
-        """Keys whose codes are converted together."""
-        return self.convert_keys or min(self.block_kv, 1024 // self.D)
-
-    @property
     def operand(self):
         """Dtype that wgmma multiplies, `code_keys` apart."""
         return jnp.dtype(jnp.float16) if self.lifted else self.dtype
@@ -288,11 +277,8 @@ def why_not(**args) -> str | None:
 
 
 def _pays_swapped(x: Plan) -> bool:
-    """Whether keys become the rows of wgmma by default: for tiles of few rows, as measured.
-
-    Caches with scales per token and head are left out, for which nothing was measured.
-    """
-    return x.D <= 128 and x.rows <= _FEW_ROWS and not x.per_head
+    """Whether keys become the rows of wgmma by default: for tiles of few rows, as measured; with 32 it is the same."""
+    return x.D <= 128 and x.rows <= _FEW_ROWS
 
 
 def default_config(**args) -> Config:
@@ -301,9 +287,10 @@ def default_config(**args) -> Config:
     Measured on an H200 in one process with FlashAttention-3, times of kernels: 32 requests of 8192 keys, 32/8 heads of
     128, two stages of 64 keys in shares 246 us, three 249, one block a tile 240 (FA3 244); lengths from an eighth to
     all 156, 158, 177 (FA3 178). 64 requests of 1 to 512 keys, one block a tile: two stages 25, three 26, in shares 32
-    (FA3 31). Its float8 cache: four stages 205, three and five 210. With keys as the rows of wgmma these take 244 and
-    181, 64 requests of 4096 keys with heads of 64 142 instead of 147 (FA3 143), with a window of 128 9.1 instead of
-    12.4 and with all keys at once 7.6.
+    (FA3 31). With keys as the rows of wgmma the first take 244, 64 requests of 4096 keys with heads of 64 142 instead
+    of 147 (FA3 143), with a window of 128 9.1 instead of 12.4 and with all keys at once 7.6. Shares for three thread
+    blocks a multiprocessor instead of two take 146 with heads of 64. Caches of codes, four stages: float8 137 (three
+    the same), with scales per token and head 199 (int8), 191 (float8) and 208 (4 bits), three stages 3% more.
     """
     x = _plan(Config(), **args)
     config = Config(
@@ -321,7 +308,7 @@ def default_config(**args) -> Config:
         least = -(-min(keys, x.window or keys) // config.block_kv) + 1
         return dataclasses.replace(config, num_stages=min(3 if x.D == 64 else 2, least))
     x = _plan(config, **args)
-    resident = min(3 if x.D == 64 and not x.restage else 2, _SM_SMEM // (_smem(x) + 1024)) * _mosaic.num_sms()
+    resident = min(2, _SM_SMEM // (_smem(x) + 1024)) * _mosaic.num_sms()
     most = x.slots * -(-keys // (4 * config.block_kv))
     return dataclasses.replace(config, num_shares=max(1, min(resident // x.chunks, most)))
 
@@ -339,9 +326,7 @@ def configs(**args) -> Iterator[Config]:
         for how in ways
         for swap in (False, True)
     ]
-    if x.restage:
-        found += [dataclasses.replace(c, convert_keys=c.block_kv) for c in found if c.block_kv in CONVERTED]
-        found += [dataclasses.replace(c, two_tiles=True) for c in found if c.convert_keys]
+    found += [dataclasses.replace(c, snap=True) for c in found if c.num_shares is not None]
     for config in dict.fromkeys([*found, together, default_config(**args)]):
         if illegal(_plan(config, **args)) is None:
             yield config
@@ -351,13 +336,6 @@ def illegal(x: Plan) -> str | None:
     """Why a legal configuration does not fit these shapes."""
     if x.restage and x.block_kv < 64:
         return f"block_kv must be at least 64 for {x.cache_dtype.name} caches, got {x.block_kv}"
-    if x.convert_keys is not None and not x.restage:
-        return f"convert_keys is for caches of codes, got {x.cache_dtype.name}; leave it out"
-    if x.two_tiles and (not x.restage or x.code_keys):
-        given = f"q in {x.dtype.name} and a cache in {x.cache_dtype.name}"
-        return f"two_tiles is for keys whose codes are converted, got {given}; leave it out"
-    if x.restage and x.converted * x.D < 1024:
-        return f"convert_keys must be at least {1024 // x.D} for head dim {x.D}, got {x.converted}"
     if x.swapped and (x.block_kv != swapped.KEYS or x.D > 128):
         given = f"block_kv={x.block_kv} and head dim {x.D}"
         return f"swapped needs block_kv={swapped.KEYS} and a head dim of at most 128, got {given}"
@@ -372,6 +350,8 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of block_kv={x.block_kv} keys, got {given}"
     if x.num_shares is not None and x.window is not None:
         return f"num_shares={x.num_shares} is for calls without a window; leave it out or use split_pages"
+    if x.snap and x.num_shares is None:
+        return "snap is for shares; leave it out or use num_shares"
     if (used := _smem(x)) > _mosaic.SMEM_BYTES:
         given = f"block_kv={x.block_kv}, num_stages={x.num_stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
@@ -414,8 +394,7 @@ def _scratch(x: Plan) -> dict[str, tuple[tuple[Any, ...], ...]]:
     if x.partials:
         scratch["ring"] += ((staged(f32),),)
     if x.restage:
-        for name in ("tile", "v_tile") if x.two_tiles else ("tile",):
-            scratch[name] = ((tile(x.block_kv, swizzled),),)
+        scratch["tile"] = ((tile(x.block_kv, swizzled),),)
     if x.swapped:
         scratch |= {name: ((memory,),) for name, memory in swapped.scratch(x, *lead).items()}
     elif x.interpreted:

@@ -345,7 +345,7 @@ def judged(args, config):
 def test_suffixes_take_in_the_results_of_prefixes(way, rng, interpret):
     """The last request shares nothing; in shares some tiles are cut, and take them in once."""
     args, config = joinable(rng, padding=1, sinks=True, return_lse=True)
-    changes = {"whole": {}, "swapped": {"swapped": True}, "shared": {"num_shares": 5}}[way]
+    changes = {"whole": {"num_stages": 1}, "swapped": {"swapped": True}, "shared": {"num_shares": 5}}[way]
     judged(args, dataclasses.replace(config, suffix=dataclasses.replace(config.suffix, **changes)))
 
 
@@ -423,6 +423,21 @@ def test_joined_wants_the_kernels_that_know_of_each_other():
     arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
     with pytest.raises(ValueError, match="at most 8 partial results may join a tile of 8 rows, got 16"):
         jax.eval_shape(lambda x: mosaic.cascade_attention(config=sixteen, **(args | x)), arrays)
+
+
+def test_many_joined_suffixes_are_not_shared_out():
+    """By shapes alone: the tiles of 66 requests with 8 KV heads fill 132 multiprocessors twice over."""
+    args = prepared("bfloat16, D 128, one prefix")
+    for B, many in ((65, False), (66, True)):
+        q, pages = (
+            jax.ShapeDtypeStruct((B, 32, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((512, 64, 8, 128), jnp.bfloat16),
+        )
+        tables = {"page_table": (B, 128), "lengths": (B,), "query_start": (B + 1,)}
+        more = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()}
+        config = mosaic.default_config(**args | {"q": q, "k_pages": pages, "v_pages": pages} | more)
+        assert config.joined
+        assert (config.suffix.num_shares is None, config.suffix.num_stages == 1) == (many, many)
 
 
 def test_long_prompts_run_flat():

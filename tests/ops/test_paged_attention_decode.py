@@ -88,18 +88,6 @@ def test_keys_as_rows_of_wgmma(config, make, options, rng):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
-    [(make_inputs, {"cache_dtype": FP8}), (coded, {"stored": "uint8"}), (coded, {"stored": "int8"})],
-    ids=["fp8", "int4", "int8"],
-)
-def test_how_codes_are_converted_changes_no_bit(make, options, rng):
-    args = make(rng, query_lengths=(1, 1), lengths=(90, 70), D=128, return_lse=True, **options)
-    config = dataclasses.replace(WHOLE, swapped=True)
-    more = {} if options == {"cache_dtype": FP8} else {"two_tiles": True}
-    same_bits(run(args, config), run(args, dataclasses.replace(config, convert_keys=64, **more)))
-
-
-@pytest.mark.parametrize(
     ("stages", "options"),
     [
         (2, {"query_lengths": (1, 1), "lengths": (90, 33), "window": 31, "sinks": True}),
@@ -142,6 +130,22 @@ def test_what_may_help_is_among_the_configurations():
     assert len({c.num_shares for c in decode.configs(**shapes())}) == 5
     assert [c.num_stages for c in windows if c.at_once] == [3]
     assert not any(c.at_once for c in decode.configs(**shapes()))
+
+
+@pytest.mark.parametrize(
+    ("requests", "lengths", "whole"),
+    [
+        ((1, 1, 1), (640, 700, 690), True),
+        ((1,) * 6, (650, 650, 640, 640, 650, 650), True),
+        ((1, 2, 1), (640, 65, 0), False),
+    ],
+    ids=["one-each", "two-each", "ragged"],
+)
+def test_shares_snap_to_tiles_of_one_length(requests, lengths, whole, rng):
+    """Bits of tiles that were not cut, where lengths are about the same; else those of equal shares."""
+    args = make_inputs(rng, requests, lengths, H=2, K=1, sinks=True, return_lse=True, padding=0)
+    snapped = run(args, dataclasses.replace(SHARED, num_shares=3, snap=True))
+    same_bits(snapped, run(args, WHOLE if whole else dataclasses.replace(SHARED, num_shares=3)))
 
 
 def test_more_shares_than_work(rng):
@@ -266,6 +270,18 @@ def test_tiles_of_few_rows_are_swapped_and_short_windows_fetched_at_once(options
     assert (config.swapped, config.at_once) == (swapped, at_once)
 
 
+@pytest.mark.parametrize("stored", ["int8", FP8, "uint8"])
+def test_tiles_of_few_rows_are_swapped_with_scales_per_head(stored):
+    config = decode.default_config(**per_head(cache=stored))
+    assert (config.swapped, config.num_stages, config.num_shares) == (True, 4, 33)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_shares_are_for_two_thread_blocks_a_multiprocessor(D):
+    """More fit with heads of 64, and were slower."""
+    assert decode.default_config(**shapes(D=D)).num_shares == 2 * 132 // 8
+
+
 def test_tiles_hold_what_requests_have_on_average():
     """Tokens of a tile, for 64 rows of which a token takes a multiple of 8."""
     tokens = {N: decode._plan(WHOLE, **shapes(N=N)).block_q for N in (1, 32, 33, 96, 256)}
@@ -282,7 +298,6 @@ def test_tiles_hold_what_requests_have_on_average():
     [
         ({"block_kv": 16}, "block_kv must be 32, 64 or 128, got 16"),
         ({"num_stages": 9}, "num_stages must lie between 1 and 8, got 9"),
-        ({"convert_keys": 4}, "convert_keys must be 8, 16, 32 or 64 or None, got 4"),
         ({"split_pages": 0}, "split_pages must be at least 1 or None, got 0"),
         ({"num_shares": -1}, "num_shares must be at least 1 or None, got -1"),
         (
@@ -316,17 +331,7 @@ def test_configurations_that_cannot_be(options, message):
             {"num_shares": 4},
             "num_shares=4 is for calls without a window; leave it out or use split_pages",
         ),
-        ({}, {"convert_keys": 64}, "convert_keys is for caches of codes, got bfloat16; leave it out"),
-        (
-            {"cache": FP8},
-            {"two_tiles": True},
-            f"two_tiles is for keys whose codes are converted, got q in bfloat16 and a cache in {FP8}; leave it out",
-        ),
-        (
-            {"cache": FP8, "D": 64},
-            {"convert_keys": 8},
-            "convert_keys must be at least 16 for head dim 64, got 8",
-        ),
+        ({}, {"snap": True}, "snap is for shares; leave it out or use num_shares"),
         ({"window": 9}, {"at_once": True}, "at_once needs swapped=True"),
         (
             {"window": 300},
