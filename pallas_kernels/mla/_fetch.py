@@ -93,38 +93,26 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                     copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, len(order)], bar(len(order))
                 )
 
-    def wait_free(place, before, *parts):
-        def wait():
-            for part in parts:
-                plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
-
-        pl.when(before > 0)(wait)
-
-    def fetch_codes(i, used):
-        """Of block i, when its place is free."""
-        place, coded = i & 1, LATENT // PIECE if x.packed else pieces
-        wait_free(place, jnp.where(place == 0, *used), 0)
-        target = r.k_raw.at[place, pl.ds(coded, coded)]
-        fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
-
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
         valid = t.length - (t.first + i) * BLOCK
 
         def free(*parts):
-            wait_free(place, before, *parts)
+            def wait():
+                for part in parts:
+                    plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
+
+            pl.when(before > 0)(wait)
 
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
         if x.codes:
-            if x.config.overlap:
-                following = used[0] + (1 - place), used[1] + place
-                remember(i + 1, following)
-                pl.when(i + 1 < t.blocks)(lambda: fetch_codes(i + 1, following))
-            else:
-                fetch_codes(i, used)
+            coded = LATENT // PIECE if x.packed else pieces
+            free(0)
+            target = r.k_raw.at[place, pl.ds(coded, coded)]
+            fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
             plgpu.barrier_wait(r.raw_bar.at[place])
             (_decode_packed if x.packed else _decode)(x, r, place)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
@@ -149,26 +137,14 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                     plgpu.barrier_arrive(here(lax.div(n, i32(x.copies))))
 
         used = used[0] + (1 - place), used[1] + place
-        if not x.config.overlap or not x.codes:
-            remember(i + 1, used)
-        if x.config.keys_first:
-            pl.when(i == 0)(queries)
-        if x.config.prefetch:
-            _prefetch(x, r, t, i + x.config.prefetch)
+        remember(i + 1, used)
+        if x.config.turns:
+            _prefetch(x, r, t, i + 1)
         return used
 
     remember(i32(0), used)
-    for i in range(2, x.config.prefetch):
-        _prefetch(x, r, t, i32(i))
-
-    def queries():
-        pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
-        _fetch_q(x, r, t)
-
-    if not x.config.keys_first:
-        queries()
-    if x.config.overlap and x.codes:
-        fetch_codes(i32(0), tuple(used))
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
+    _fetch_q(x, r, t)
     used = lax.fori_loop(0, t.blocks, block, tuple(used))
     return items + 1, *used
 
@@ -220,11 +196,7 @@ def _drain(x: Plan, r: Any, counts) -> None:
 def _decode(x: Plan, r: Any, place) -> None:
     """Codes of a block, in the second half of its place, as numbers of q's dtype in all of it."""
     scale, pieces = r.cache_scale[0], x.D // PIECE
-    if x.config.sparing:
-        _widen_all(x, r, place, pieces, lambda n: [scale, scale])
-        return
-    pl.loop(0, pieces)(lambda n: _widen(x, r, place, n, pieces, [scale, scale]))
-    plgpu.commit_smem()
+    _widen(x, r, place, pieces, lambda n: [scale, scale])
 
 
 def _decode_packed(x: Plan, r: Any, place) -> None:
@@ -238,21 +210,9 @@ def _decode_packed(x: Plan, r: Any, place) -> None:
     else:
         scales = _scales(r.k_marks.at[place, 0], _mosaic.strips(x.dtype, 128).reduce(1))
 
-    if x.config.sparing:
-        plgpu.commit_smem()  # scales lie where the first numbers are written
-        spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
-        _widen_all(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)])
-        return
-
-    def group(n, scales):
-        own, *others = scales
-        spread = [lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own]
-        for piece in range(SCALED // PIECE):
-            _widen(x, r, place, n * (SCALED // PIECE) + piece, pieces, spread)
-        return [*others, own]
-
-    lax.fori_loop(0, SCALES, group, scales)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # scales lie where the first numbers are written
+    spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
+    _widen(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)])
 
 
 def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
@@ -282,28 +242,14 @@ def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
     return [tuple(found[i : i + len(HALVES)]) for i in range(0, len(found), len(HALVES))]
 
 
-def _widen(x: Plan, r: Any, place, piece, distance: int, scales) -> None:
-    """Codes that lie `distance` pieces on, times the scales of both halves of the rows, as numbers in their piece.
-
-    It covers the codes of pieces up to its own, which everyone must have read by then.
-    """
-    layout, parts = _mosaic.strips(jnp.uint8, 128), [pl.ds(first, HALF) for first in HALVES]
-    # packed rows stay as TMA brings them: 656 bytes have no tiles
-    how: Any = {"layout": layout, "optimized": not x.packed}
-    codes = [plgpu.load(r.k_raw.at[place, distance + piece, part], **how) for part in parts]
-    plgpu.commit_smem()
-    for part, code, scale in zip(parts, codes, scales, strict=True):
-        code = lax.bitcast_convert_type(code, jnp.float8_e4m3fn) if x.packed else code
-        r.k_tile[place, piece, part] = (code.astype(f32) * scale).astype(x.dtype)
-
-
-def _widen_all(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
-    """All pieces, whose codes lie `pieces` pieces on; `scales(n)` of piece n.
+def _widen(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
+    """Codes of all pieces, which lie `pieces` pieces on, times `scales(n)` of the halves of the rows of piece n.
 
     Numbers of piece n cover codes of pieces 2 n - pieces and the one after. Where not everyone is sure to have read
     those, the codes of this and the next piece are read first, and the warps meet.
     """
     layout = _mosaic.strips(jnp.uint8, 128)
+    # packed rows stay as TMA brings them: 656 bytes have no tiles
     how: Any = {"layout": layout, "optimized": not x.packed}
     rows = [pl.ds(first, HALF) for first in HALVES]
 
