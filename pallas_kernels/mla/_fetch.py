@@ -4,6 +4,7 @@ Block i of an item comes to place i mod 2. A place is free when both warpgroups 
 it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from pallas_kernels.mla._plan import (
 )
 
 f32, i32 = jnp.float32, jnp.int32
+type Then = dict[int, Callable[[], None]]
+"""What to do when so many pieces are decoded."""
 HALF, HALVES = BLOCK // 2, (0, BLOCK // 2)
 """Rows of a block that are decoded at a time, and where they begin."""
 
@@ -93,28 +96,45 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                     copy, pl.ds(LATENT + SCALE_BYTES, 2 * PIECE), r.k_rest.at[i & 1, len(order)], bar(len(order))
                 )
 
+    def wait_free(place, before, *parts):
+        def wait():
+            for part in parts:
+                plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
+
+        pl.when(before > 0)(wait)
+
+    def fetch_codes(i, used):
+        """Of block i, when its place is free."""
+        place, coded = i & 1, LATENT // PIECE if x.packed else pieces
+        wait_free(place, jnp.where(place == 0, *used), 0)
+        target = r.k_raw.at[place, pl.ds(coded, coded)]
+        fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
+        if x.looks_ahead:
+            remember(i + 1, (used[0] + (1 - place), used[1] + place))
+        if x.config.prefetch:
+            _prefetch(x, r, t, i + 1)
+
     def block(i, used):
         place = i & 1
         before = jnp.where(place == 0, *used)
         valid = t.length - (t.first + i) * BLOCK
 
         def free(*parts):
-            def wait():
-                for part in parts:
-                    plgpu.barrier_wait(r.k_free.at[place * len(x.parts) + part])
-
-            pl.when(before > 0)(wait)
+            wait_free(place, before, *parts)
 
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
+        following = used[0] + (1 - place), used[1] + place
         if x.codes:
-            coded = LATENT // PIECE if x.packed else pieces
-            free(0)
-            target = r.k_raw.at[place, pl.ds(coded, coded)]
-            fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
+            then: Then = {}
+            if x.config.ahead is None:
+                fetch_codes(i, used)
+            else:
+                more = pl.when(i + 1 < t.blocks)
+                then[x.config.ahead] = lambda: more(lambda: fetch_codes(i + 1, following))
             plgpu.barrier_wait(r.raw_bar.at[place])
-            (_decode_packed if x.packed else _decode)(x, r, place)
+            (_decode_packed if x.packed else _decode)(x, r, place, then)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
             plgpu.barrier_arrive(here(0))
         else:
@@ -136,8 +156,9 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                 def _(n):
                     plgpu.barrier_arrive(here(lax.div(n, i32(x.copies))))
 
-        used = used[0] + (1 - place), used[1] + place
-        remember(i + 1, used)
+        used = following
+        if not x.looks_ahead:
+            remember(i + 1, used)
         if x.config.turns:
             _prefetch(x, r, t, i + 1)
         return used
@@ -145,6 +166,8 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
     remember(i32(0), used)
     pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
     _fetch_q(x, r, t)
+    if x.codes and x.config.ahead is not None:
+        fetch_codes(i32(0), tuple(used))
     used = lax.fori_loop(0, t.blocks, block, tuple(used))
     return items + 1, *used
 
@@ -193,13 +216,13 @@ def _drain(x: Plan, r: Any, counts) -> None:
         pl.when(used[n // len(x.parts)] > 0)(lambda n=n: plgpu.barrier_wait(r.k_free.at[n]))
 
 
-def _decode(x: Plan, r: Any, place) -> None:
+def _decode(x: Plan, r: Any, place, then: Then) -> None:
     """Codes of a block, in the second half of its place, as numbers of q's dtype in all of it."""
     scale, pieces = r.cache_scale[0], x.D // PIECE
-    _widen(x, r, place, pieces, lambda n: [scale, scale])
+    _widen(x, r, place, pieces, lambda n: [scale, scale], then)
 
 
-def _decode_packed(x: Plan, r: Any, place) -> None:
+def _decode_packed(x: Plan, r: Any, place, then: Then) -> None:
     """The same of packed rows; scales are in registers before numbers cover them."""
     pieces = LATENT // PIECE
     if x.interpreted:
@@ -212,7 +235,7 @@ def _decode_packed(x: Plan, r: Any, place) -> None:
 
     plgpu.commit_smem()  # scales lie where the first numbers are written
     spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
-    _widen(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)])
+    _widen(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)], then)
 
 
 def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
@@ -242,7 +265,7 @@ def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
     return [tuple(found[i : i + len(HALVES)]) for i in range(0, len(found), len(HALVES))]
 
 
-def _widen(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
+def _widen(x: Plan, r: Any, place, pieces: int, scales: Any, then: Then) -> None:
     """Codes of all pieces, which lie `pieces` pieces on, times `scales(n)` of the halves of the rows of piece n.
 
     Numbers of piece n cover codes of pieces 2 n - pieces and the one after. Where not everyone is sure to have read
@@ -270,6 +293,7 @@ def _widen(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
             met = together[-1] + 1
         for m, codes in zip(together, loaded, strict=True):
             store(m, codes)
+            then.get(m + 1, lambda: None)()
         n = together[-1] + 1
     plgpu.commit_smem()
 

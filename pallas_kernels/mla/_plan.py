@@ -64,6 +64,12 @@ class Config:
     """Of plain caches: the scorer's warps meet only where some may still have to read what is written over, as they do
     for codes."""
 
+    ahead: int | None = None
+    """Codes of the next block are fetched when so many pieces of a block are decoded; None: all, and it is told of."""
+
+    prefetch: bool = False
+    """Codes: a block is brought into L2 before its fetch, as `turns` does."""
+
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
 
@@ -94,6 +100,11 @@ class Plan:
     def codes(self) -> bool:
         """The cache holds float8_e4m3fn codes."""
         return self.format != "plain"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The next block's pages are looked up as soon as a block's codes are on their way."""
+        return self.codes and (self.config.ahead is not None or self.config.prefetch)
 
     @property
     def packed(self) -> bool:
@@ -260,6 +271,8 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
+    if x.config.ahead is not None and not 0 < x.config.ahead <= x.Dv // PIECE:
+        return f"ahead must be 1 to {x.Dv // PIECE}, got {x.config.ahead}"
     if x.codes and x.config.turns:
         return f"turns=True needs a plain cache, whose places are filled anew in parts, got format {x.format}"
     return None

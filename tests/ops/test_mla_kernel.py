@@ -57,6 +57,14 @@ def check(args, outputs):
         assert verdict.passed, f"{name}: {verdict.reason}"
 
 
+@pytest.mark.parametrize(("format", "ahead"), [("fp8", 2), ("fp8_ds_mla", 6)])
+def test_when_codes_are_fetched_changes_no_bit(format, ahead, rng):
+    sizes = {"D": 576, "value_dim": 512} if format == "fp8_ds_mla" else {"D": 192, "value_dim": 128}
+    args = make_inputs(rng, (1,), (200,), 16, page=64, format=format, return_lse=True, **sizes)
+    ways = mosaic.Config(num_shares=1), mosaic.Config(num_shares=1, ahead=ahead, prefetch=True)
+    same_bits(*(run(args, way) for way in ways))
+
+
 def test_a_share_begins_where_the_search_says(rng, monkeypatch):
     """Requests without tokens or keys in between, more than a warp has lanes; compiled, both ways to search."""
     queries, lengths = ([n if i % 4 == 0 else 0 for i in range(34)] for n in (1, 70))
@@ -139,8 +147,9 @@ def test_configurations_that_are_never_legal(options, message):
     [
         (mosaic.Config(split_pages=1), "a split must be a multiple of 64 keys, got split_pages=1 of 32"),
         (mosaic.Config(pair=True), "pair=True needs heads in multiples of 128, got 32"),
+        (mosaic.Config(ahead=3), "ahead must be 1 to 2, got 3"),
     ],
-    ids=["split", "pair"],
+    ids=["split", "pair", "ahead"],
 )
 def test_configurations_that_do_not_fit(interpret, config, message, rng):
     with pytest.raises(ValueError, match=f"^mla: {re.escape(message)}"):  # jax may add a line
