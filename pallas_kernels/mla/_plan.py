@@ -35,8 +35,8 @@ TOLD = 4
 KEPT = 4
 """Blocks whose pages are remembered."""
 FIELDS = 32
-REGISTERS = 40, 120, 176
-"""Of a thread of the producer, of the scorer, and of the two others; 512 in all."""
+REGISTERS = 40, 104, 184
+"""Of a thread of the producer, of the scorer, and of the two others; 512 in all. With `turns` 176 would spill."""
 _LEAST_KEYS = 1024
 """Page tables of so many rows are not worth cutting up."""
 
