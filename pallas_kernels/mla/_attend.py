@@ -10,6 +10,9 @@ the very rows that were keys. The scorer is a block ahead: its softmax runs besi
 P of a block lies in its own place, over the last 64 columns of the keys, which no value is part of: the scorer is the
 only one to read them, and done with them by then. So a place that is free, both mixers being done with it, is free of
 its P as well, and P of two blocks can wait at once.
+
+With `Config.turns` the values of a block wait for the scores of the next one, and its place is free part by part: where
+P lies when both mixers have loaded it, then what the first product of both has read, then the rest.
 """
 
 import functools
@@ -20,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _words
+from pallas_kernels import _mosaic
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, LOG2E, ROW
 from pallas_kernels.mla import _fetch, _work
@@ -85,7 +88,7 @@ def _score(x: Plan, r: Any, t: Any) -> None:
         alpha = jnp.exp2(m - m_new)
         total = total * alpha + jnp.sum(p, axis=1)
         plgpu.commit_smem()  # all four warps are done with the keys that P takes the place of
-        if x.config.sparing:
+        if x.codes or x.config.sparing:
             _mosaic.store_tile(r.k_tile.at[place, x.held - 1], p.astype(x.dtype), ACC)
             _mosaic.store_plain(r.stats.at[place], alpha, ROW)
         else:
@@ -138,23 +141,21 @@ def _mix(x: Plan, r: Any, w, t: Any) -> None:
         plgpu.barrier_wait(r.p_bar.at[place])
         alpha = plgpu.load(r.stats.at[place], layout=ROW, optimized=False)
         p = plgpu.load(r.k_tile.at[place, x.held - 1], layout=ACC)
-        if len(x.parts) > 1:
-            _release(x, r, place, 0)
-        o = softmax.scaled(o, alpha)
         if x.config.turns:
-            o = lax.optimization_barrier(o)
+            _release(x, r, place, 0)
+            o = lax.optimization_barrier(softmax.scaled(o, alpha))
             plgpu.barrier_wait(r.turn_bar.at[place])
+        else:
+            o = softmax.scaled(o, alpha)
         v = r.k_tile.at[place, pl.ds((w + t.zero) * half, half)]
         o = list(_add_products(x, r, w, o, p, v))
-        for n in range(x.chunks):
-            if not x.interpreted and (len(x.parts) > 1 or n == 0):
-                plgpu.wgmma_wait(x.chunks - 1 - n if len(x.parts) > 1 else 0)
-                ready = slice(n, n + 1) if len(x.parts) > 1 else slice(None)
-                o[ready] = lax.optimization_barrier(o[ready])
-            if len(x.parts) > 1:
-                _release(x, r, place, 1 + n)
-        if len(x.parts) == 1:
+        if not x.config.turns:
+            o = _finished(x, o, 0)
             _release(x, r, place, 0)
+            return tuple(o)
+        for n in range(x.chunks):
+            o[n : n + 1] = _finished(x, o[n : n + 1], x.chunks - 1 - n)
+            _release(x, r, place, 1 + n)
         return tuple(o)
 
     _, _, o = softmax.start(ROWS, (x.columns,) * x.chunks)
@@ -163,6 +164,14 @@ def _mix(x: Plan, r: Any, w, t: Any) -> None:
     total = plgpu.load(r.stats.at[TOTAL], layout=ROW, optimized=False)
     _store_rows(x, r, t, w + t.zero, total, o)
     plgpu.barrier_arrive(r.q_free)
+
+
+def _finished(x: Plan, chunks: list[Any], left: int) -> list[Any]:
+    """Chunks whose products are done when at most `left` wgmma groups are still on their way."""
+    if x.interpreted:
+        return chunks
+    plgpu.wgmma_wait(left)
+    return lax.optimization_barrier(chunks)
 
 
 def _add_products(x: Plan, r: Any, w, o: tuple[Any, ...], p, v) -> tuple[Any, ...]:
@@ -217,7 +226,7 @@ def _store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
         @pl.when(t.part >= 0)
         def _():
             for n, chunk in enumerate(o):
-                _store_part(x, r.part_o.at[t.part, :, pl.ds(w * half + n * x.columns, x.columns)], chunk, t.count)
+                _mosaic.store(r.part_o.at[t.part, :, pl.ds(w * half + n * x.columns, x.columns)], chunk)
 
     @pl.when(t.part < 0)
     def _():
@@ -239,18 +248,3 @@ def _store_rows(x: Plan, r: Any, t: Any, w, total, o) -> None:
                     plgpu.copy_smem_to_gmem(r.q_rows.at[0, piece, pl.ds(row, x.granule)], target)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _store_part(x: Plan, ref: Any, chunk, count) -> None:
-    """Columns of a partial result; only warps write, 16 rows each, that have one of the `count` rows."""
-    if x.interpreted or not x.config.real_rows or x.granule == ROWS:
-        _mosaic.store(ref, chunk)
-        return
-
-    def emit(context, ref, chunk, count):
-        del context
-        with _mosaic.gpu_utils.when(_words.less(_words.Thread().warp << 4, _words.scalar(count))):
-            chunk.store_untiled(ref, optimized=False)
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, plgpu.Layout.WG_SPLAT))
-    inline(emit)(ref, chunk, count)

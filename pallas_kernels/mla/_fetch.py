@@ -4,6 +4,7 @@ Block i of an item comes to place i mod 2. A place is free when both warpgroups 
 it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from pallas_kernels.mla._plan import (
 )
 
 f32, i32 = jnp.float32, jnp.int32
+type Then = dict[int, Callable[[], None]]
+"""What to do when so many pieces are decoded."""
 HALF, HALVES = BLOCK // 2, (0, BLOCK // 2)
 """Rows of a block that are decoded at a time, and where they begin."""
 
@@ -106,6 +109,10 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
         wait_free(place, jnp.where(place == 0, *used), 0)
         target = r.k_raw.at[place, pl.ds(coded, coded)]
         fetch(i, used, target, lambda _: r.raw_bar.at[place], tuple(range(coded)))
+        if x.looks_ahead:
+            remember(i + 1, (used[0] + (1 - place), used[1] + place))
+        if x.config.prefetch:
+            _prefetch(x, r, t, i + 1)
 
     def block(i, used):
         place = i & 1
@@ -118,15 +125,16 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
         def here(piece):
             return r.k_bar.at[place * x.groups + (lax.div(piece, i32(pieces // x.groups)) if x.groups > 1 else 0)]
 
+        following = used[0] + (1 - place), used[1] + place
         if x.codes:
-            if x.config.overlap:
-                following = used[0] + (1 - place), used[1] + place
-                remember(i + 1, following)
-                pl.when(i + 1 < t.blocks)(lambda: fetch_codes(i + 1, following))
-            else:
+            then: Then = {}
+            if x.config.ahead is None:
                 fetch_codes(i, used)
+            else:
+                more = pl.when(i + 1 < t.blocks)
+                then[x.config.ahead] = lambda: more(lambda: fetch_codes(i + 1, following))
             plgpu.barrier_wait(r.raw_bar.at[place])
-            (_decode_packed if x.packed else _decode)(x, r, place)
+            (_decode_packed if x.packed else _decode)(x, r, place, then)
             pl.when(valid < BLOCK)(lambda: _clean(x, r.k_tile.at[place], valid))
             plgpu.barrier_arrive(here(0))
         else:
@@ -148,26 +156,17 @@ def _produce(x: Plan, r: Any, item: _work.Item, counts):
                 def _(n):
                     plgpu.barrier_arrive(here(lax.div(n, i32(x.copies))))
 
-        used = used[0] + (1 - place), used[1] + place
-        if not x.config.overlap or not x.codes:
+        used = following
+        if not x.looks_ahead:
             remember(i + 1, used)
-        if x.config.keys_first:
-            pl.when(i == 0)(queries)
-        if x.config.prefetch:
-            _prefetch(x, r, t, i + x.config.prefetch)
+        if x.config.turns:
+            _prefetch(x, r, t, i + 1)
         return used
 
     remember(i32(0), used)
-    for i in range(2, x.config.prefetch):
-        _prefetch(x, r, t, i32(i))
-
-    def queries():
-        pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
-        _fetch_q(x, r, t)
-
-    if not x.config.keys_first:
-        queries()
-    if x.config.overlap and x.codes:
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(r.q_free))
+    _fetch_q(x, r, t)
+    if x.codes and x.config.ahead is not None:
         fetch_codes(i32(0), tuple(used))
     used = lax.fori_loop(0, t.blocks, block, tuple(used))
     return items + 1, *used
@@ -217,17 +216,13 @@ def _drain(x: Plan, r: Any, counts) -> None:
         pl.when(used[n // len(x.parts)] > 0)(lambda n=n: plgpu.barrier_wait(r.k_free.at[n]))
 
 
-def _decode(x: Plan, r: Any, place) -> None:
+def _decode(x: Plan, r: Any, place, then: Then) -> None:
     """Codes of a block, in the second half of its place, as numbers of q's dtype in all of it."""
     scale, pieces = r.cache_scale[0], x.D // PIECE
-    if x.config.sparing:
-        _widen_all(x, r, place, pieces, lambda n: [scale, scale])
-        return
-    pl.loop(0, pieces)(lambda n: _widen(x, r, place, n, pieces, [scale, scale]))
-    plgpu.commit_smem()
+    _widen(x, r, place, pieces, lambda n: [scale, scale], then)
 
 
-def _decode_packed(x: Plan, r: Any, place) -> None:
+def _decode_packed(x: Plan, r: Any, place, then: Then) -> None:
     """The same of packed rows; scales are in registers before numbers cover them."""
     pieces = LATENT // PIECE
     if x.interpreted:
@@ -238,21 +233,9 @@ def _decode_packed(x: Plan, r: Any, place) -> None:
     else:
         scales = _scales(r.k_marks.at[place, 0], _mosaic.strips(x.dtype, 128).reduce(1))
 
-    if x.config.sparing:
-        plgpu.commit_smem()  # scales lie where the first numbers are written
-        spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
-        _widen_all(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)])
-        return
-
-    def group(n, scales):
-        own, *others = scales
-        spread = [lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own]
-        for piece in range(SCALED // PIECE):
-            _widen(x, r, place, n * (SCALED // PIECE) + piece, pieces, spread)
-        return [*others, own]
-
-    lax.fori_loop(0, SCALES, group, scales)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # scales lie where the first numbers are written
+    spread = [[lax.broadcast_in_dim(scale, (HALF, PIECE), [0]) for scale in own] for own in scales]
+    _widen(x, r, place, pieces, lambda n: spread[n // (SCALED // PIECE)], then)
 
 
 def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
@@ -282,28 +265,14 @@ def _scales(marks: Any, layout: Any) -> list[tuple[jax.Array, ...]]:
     return [tuple(found[i : i + len(HALVES)]) for i in range(0, len(found), len(HALVES))]
 
 
-def _widen(x: Plan, r: Any, place, piece, distance: int, scales) -> None:
-    """Codes that lie `distance` pieces on, times the scales of both halves of the rows, as numbers in their piece.
-
-    It covers the codes of pieces up to its own, which everyone must have read by then.
-    """
-    layout, parts = _mosaic.strips(jnp.uint8, 128), [pl.ds(first, HALF) for first in HALVES]
-    # packed rows stay as TMA brings them: 656 bytes have no tiles
-    how: Any = {"layout": layout, "optimized": not x.packed}
-    codes = [plgpu.load(r.k_raw.at[place, distance + piece, part], **how) for part in parts]
-    plgpu.commit_smem()
-    for part, code, scale in zip(parts, codes, scales, strict=True):
-        code = lax.bitcast_convert_type(code, jnp.float8_e4m3fn) if x.packed else code
-        r.k_tile[place, piece, part] = (code.astype(f32) * scale).astype(x.dtype)
-
-
-def _widen_all(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
-    """All pieces, whose codes lie `pieces` pieces on; `scales(n)` of piece n.
+def _widen(x: Plan, r: Any, place, pieces: int, scales: Any, then: Then) -> None:
+    """Codes of all pieces, which lie `pieces` pieces on, times `scales(n)` of the halves of the rows of piece n.
 
     Numbers of piece n cover codes of pieces 2 n - pieces and the one after. Where not everyone is sure to have read
     those, the codes of this and the next piece are read first, and the warps meet.
     """
     layout = _mosaic.strips(jnp.uint8, 128)
+    # packed rows stay as TMA brings them: 656 bytes have no tiles
     how: Any = {"layout": layout, "optimized": not x.packed}
     rows = [pl.ds(first, HALF) for first in HALVES]
 
@@ -324,6 +293,7 @@ def _widen_all(x: Plan, r: Any, place, pieces: int, scales: Any) -> None:
             met = together[-1] + 1
         for m, codes in zip(together, loaded, strict=True):
             store(m, codes)
+            then.get(m + 1, lambda: None)()
         n = together[-1] + 1
     plgpu.commit_smem()
 

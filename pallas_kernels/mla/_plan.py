@@ -1,6 +1,7 @@
 """How latent attention cuts its work: configurations, what fits the hardware, scratch memory."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -34,8 +35,8 @@ TOLD = 4
 KEPT = 4
 """Blocks whose pages are remembered."""
 FIELDS = 32
-REGISTERS = 40, 120, 176
-"""Of a thread of the producer, of the scorer, and of the two others; 512 in all."""
+REGISTERS = 40, 104, 184
+"""Of a thread of the producer, of the scorer, and of the two others; 512 in all. With `turns` 176 would spill."""
 _LEAST_KEYS = 1024
 """Page tables of so many rows are not worth cutting up."""
 
@@ -55,29 +56,19 @@ class Config:
 
     turns: bool = False
     """The values of a block wait for the scores of the next one, so that the tensor cores work on one at a time and a
-    softmax runs beside products with values."""
-
-    early: bool = False
-    """Each block's place is filled anew in parts: where P was, then what either half of the columns' first product has
-    read, then the rest. Not of codes."""
-
-    prefetch: int = 0
-    """How many blocks ahead of its fetch a block is brought into L2."""
-
-    warp_scan: bool = False
-    """With `num_shares`: the lanes of a warp look at the lengths of 32 requests at once."""
-
-    overlap: bool = False
-    """Codes of a block arrive while those of the block before are decoded."""
+    softmax runs beside products with values. Refilling a place must not wait as well: it is filled anew in parts, where
+    P was, then what either half of the columns' first product has read, then the rest; and the next block is brought
+    into L2 before its fetch. Plain caches only."""
 
     sparing: bool = False
-    """Warps of the scorer, and those that decode, meet only where some may still have to read what is written over."""
+    """Of plain caches: the scorer's warps meet only where some may still have to read what is written over, as they do
+    for codes."""
 
-    keys_first: bool = False
-    """The first block of an item is fetched before q, which waits for the results of the item before to leave."""
+    ahead: int | None = None
+    """Codes of the next block are fetched when so many pieces of a block are decoded; None: all, and it is told of."""
 
-    real_rows: bool = False
-    """Of partial results only warps whose 16 rows exist are written."""
+    prefetch: bool = False
+    """Codes: a block is brought into L2 before its fetch, as `turns` does."""
 
     def __post_init__(self):
         _partials.check_cut(split_pages=self.split_pages, num_shares=self.num_shares)
@@ -109,6 +100,11 @@ class Plan:
     def codes(self) -> bool:
         """The cache holds float8_e4m3fn codes."""
         return self.format != "plain"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The next block's pages are looked up as soon as a block's codes are on their way."""
+        return self.codes and (self.config.ahead is not None or self.config.prefetch)
 
     @property
     def packed(self) -> bool:
@@ -160,8 +156,8 @@ class Plan:
     def groups(self) -> int:
         """Parts of a block's pieces that scores begin with one by one."""
         pieces = self.D // PIECE
-        if self.config.early:
-            return 1 if self.codes else pieces
+        if self.config.turns:
+            return pieces
         return 1 if self.codes else next(n for n in (3, 2, 1) if pieces % n == 0)
 
     @property
@@ -178,7 +174,7 @@ class Plan:
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """Pieces of a block in the order of fetching; those of a part become free together."""
         pieces, values, wide = self.D // PIECE, self.Dv // PIECE, self.columns // PIECE
-        if not self.config.early or self.codes:
+        if not self.config.turns:
             return (tuple(range(pieces)),)
         half = values // READERS
         steps = [
@@ -275,27 +271,33 @@ def illegal(x: Plan) -> str | None:
         return f"a split must be a multiple of {BLOCK} keys, got split_pages={pages} of {x.page}"
     if x.H % x.rows and x.config.pair:
         return f"pair=True needs heads in multiples of {x.rows}, got {x.H}"
-    if x.config.overlap and x.config.turns:
-        return "overlap=True and turns=True would wait for each other, choose one"
+    if x.config.ahead is not None and not 0 < x.config.ahead <= x.Dv // PIECE:
+        return f"ahead must be 1 to {x.Dv // PIECE}, got {x.config.ahead}"
+    if x.codes and x.config.turns:
+        return f"turns=True needs a plain cache, whose places are filled anew in parts, got format {x.format}"
     return None
 
 
 def default(x: Plan) -> Config:
-    """What was fastest on an H200 (2026-12): equal shares for all multiprocessors where there is work to share."""
+    """What was fastest on an H200 (2026-12): equal shares for all multiprocessors where there is work to share.
+
+    Pairs read a key once for 128 rows and are bound by products, which `turns` puts in order; fewer rows, and codes,
+    are bound by what brings the keys, which `turns` delays.
+    """
     if x.pages * x.page <= _LEAST_KEYS:
         return Config()
     pair = not x.codes and x.H % (2 * ROWS) == 0
     shares = min(x.num_sms, x.slots * -(-x.blocks // 4))
-    return Config(pair=pair, num_shares=max(1, shares // (1 + pair)))
+    return Config(pair=pair, turns=pair, num_shares=max(1, shares // (1 + pair)))
 
 
 def candidates(x: Plan) -> Iterator[Config]:
     """Configurations to time."""
-    for pair in (False, True):
+    for pair, turns in itertools.product((False, True), repeat=2):
         ways: tuple[dict[str, Any], ...]
         ways = {}, {"num_shares": x.num_sms // (1 + pair)}, {"split_pages": 16}, {"split_pages": 64}
         for how in ways:
-            config = Config(pair=pair, **how)
+            config = Config(pair=pair, turns=turns, **how)
             if illegal(dataclasses.replace(x, config=config)) is None:
                 yield config
 

@@ -1,8 +1,13 @@
-"""Where a share of the work begins, found by the lanes of a warp: 32 requests at once. Compiled only."""
+"""Where a share of the work begins: the request that it finds itself in, among lengths that only the device knows.
+
+Two ways to the same numbers. One by one is plain scalar code, for the interpreter and for any batch. The other has the
+lanes of a warp look at 32 requests at once: the search is all that a thread block does before its first fetch.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic, _words
@@ -11,32 +16,95 @@ from pallas_kernels.mla._plan import BLOCK, TOLD, Plan
 
 MOST = 1024
 """Requests, with the padding behind them, that a warp looks at; code grows with them."""
+_UNROLL = 4
 _LANES = 32
 _ROOM = 16
 """First free number in the row of shared memory that results go through."""
 
-
-def fits(x: Plan) -> bool:
-    return x.config.warp_scan and not x.interpreted and x.B < MOST
+i32 = jnp.int32
 
 
 def find(x: Plan, r: Any, number) -> tuple[Any, ...]:
-    """Of a share: whether tiles stay whole, the size of a share, all units, its request and units before that."""
+    """Of a share: whether tiles stay whole, the size of a share, all units, its request and units before that.
 
+    A unit is a block of keys of a tile, or a tile if all stay whole: where every tile can have a thread block to itself
+    and none takes more than an eighth longer than a fair share.
+    """
+    return _one_by_one(x, r, number) if x.interpreted or x.B >= MOST else _at_once(x, r, number)
+
+
+# ---------------------------------------------------------------- one by one
+def start_of(x: Plan, r: Any, b):
+    """First token of request b."""
+    return jnp.clip(r.query_start[b], 0, x.N)
+
+
+def request(x: Plan, r: Any, b):
+    """First token, end and length of request b; request B is the padding behind the last one: no keys."""
+    some, real = jnp.minimum(b, x.B - 1), b < x.B
+    end = jnp.where(real, start_of(x, r, some + 1), x.N)
+    return start_of(x, r, b), end, jnp.where(real, jnp.clip(r.lengths[some], 0, x.pages * x.page), 0)
+
+
+def work(x: Plan, r: Any, b):
+    """Tiles of request b, and blocks of each, at least one."""
+    start, end, length = request(x, r, b)
+    tiles = lax.div(jnp.maximum(end - start, 0) * x.H + (x.rows - 1), i32(x.rows))
+    return tiles, jnp.maximum(lax.div(length + (BLOCK - 1), i32(BLOCK)), 1)
+
+
+def _one_by_one(x: Plan, r: Any, number) -> tuple[Any, ...]:
+    def scan(step, state):
+        """step(b, tiles of request b, blocks of each, state) over all requests, the loads of several at once."""
+
+        def several(n, state):
+            each = []
+            for k in range(_UNROLL):
+                b = jnp.minimum(n * _UNROLL + k, x.B)
+                tiles, blocks = work(x, r, b)
+                each.append((b, jnp.where(n * _UNROLL + k <= x.B, tiles, 0), blocks))
+            for b, tiles, blocks in each:
+                state = step(b, tiles, blocks, state)
+            return state
+
+        return lax.fori_loop(0, -(-(x.B + 1) // _UNROLL), several, state)
+
+    def add(b, tiles, blocks, state):
+        units, total, longest = state
+        longest = jnp.maximum(longest, jnp.where(tiles > 0, blocks, 0))
+        return units + tiles * blocks, total + tiles, longest
+
+    units, tiles, longest = scan(add, (i32(0), i32(0), i32(0)))
+    size = lax.div(units + (x.grid - 1), i32(x.grid))
+    whole = (tiles <= x.grid) & (longest * 8 <= size * 9)
+    total, size = jnp.where(whole, tiles, units), jnp.where(whole, 1, size)
+    begin = jnp.minimum(number * size, total)
+
+    def locate(b, tiles, blocks, state):
+        prefix, found, base = state
+        units = tiles * jnp.where(whole, 1, blocks)
+        here = (units > 0) & (prefix <= begin)
+        return prefix + units, jnp.where(here, b, found), jnp.where(here, prefix, base)
+
+    return whole, size, total, *scan(locate, (i32(0), i32(0), i32(0)))[1:]
+
+
+# ---------------------------------------------------------------- at once
+def _at_once(x: Plan, r: Any, number) -> tuple[Any, ...]:
     def emit(context, starts, lengths, told, number):
         del context
         lane, number, zero = _words.Thread().lane, _words.scalar(number), Word.of(0)
 
-        def request(chunk: int) -> tuple[Word, Word, Word]:
-            """A request, its tiles, and the blocks of each, at least one; 0 tiles behind the last request."""
+        def own(chunk: int) -> tuple[Word, Word, Word]:
+            """The lane's own request, its tiles, and blocks of each, at least one; 0 tiles behind the last request."""
             b = lane + _LANES * chunk
             real, there = less(b, x.B), less(b, x.B + 1)
 
-            def start(n: Word) -> Word:
+            def begin_of(n: Word) -> Word:
                 return _clip(Memory(starts).wide(n, 4).load(0, 4), x.N)
 
-            first = start(_least(b, x.B))
-            end = select(real, start(_least(b + 1, x.B)), x.N)
+            first = begin_of(_least(b, x.B))
+            end = select(real, begin_of(_least(b + 1, x.B)), x.N)
             length = Memory(lengths).wide(_least(b, x.B - 1), 4).load(0, 4)
             length = select(real, _clip(length, x.pages * x.page), 0)
             rows = _most(end + first * -1, 0) * x.H
@@ -46,7 +114,7 @@ def find(x: Plan, r: Any, number) -> tuple[Any, ...]:
         chunks = range(-(-(x.B + 1) // _LANES))
         units = tiles = longest = zero
         for chunk in chunks:
-            _, count, blocks = request(chunk)
+            _, count, blocks = own(chunk)
             units, tiles = units + count * blocks, tiles + count
             longest = _most(longest, select(less(0, count), blocks, 0))
         units, tiles, longest = _sum(units), _sum(tiles), _together("redux.sync.max.s32 $0, $1, 0xffffffff;", longest)
@@ -56,7 +124,7 @@ def find(x: Plan, r: Any, number) -> tuple[Any, ...]:
         begin = _least(number * size, total)
         before = found = base = zero
         for chunk in chunks:
-            b, count, blocks = request(chunk)
+            b, count, blocks = own(chunk)
             mine = count * select(whole, 1, blocks)
             up_to = mine
             for distance in (1, 2, 4, 8, 16):

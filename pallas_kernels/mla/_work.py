@@ -13,8 +13,6 @@ from pallas_kernels.mla import _scan
 from pallas_kernels.mla._combine import NOTES
 from pallas_kernels.mla._plan import BLOCK, ROWS, Plan
 
-_UNROLL = 4
-
 i32 = jnp.int32
 
 type Produce = Callable[["Item", Any], Any]
@@ -56,17 +54,6 @@ class Told:
 
     def __getattr__(self, field):
         return self._told[self._at, FIELDS.index(field)]
-
-
-def _start_of(x: Plan, r: Any, b):
-    return jnp.clip(r.query_start[b], 0, x.N)
-
-
-def _request(x: Plan, r: Any, b):
-    """First token, end and length of request b; request B is the padding behind the last one: no keys."""
-    request, real = jnp.minimum(b, x.B - 1), b < x.B
-    end = jnp.where(real, _start_of(x, r, request + 1), x.N)
-    return _start_of(x, r, b), end, jnp.where(real, jnp.clip(r.lengths[request], 0, x.pages * x.page), 0)
 
 
 def _first_slot(x: Plan, start, b):
@@ -122,15 +109,15 @@ def splits(x: Plan, r: Any, produce: Produce, counts):
     cluster, total = lax.axis_index("cluster"), x.slots * x.num_splits
 
     def right(b, slot):
-        return (_first_slot(x, _start_of(x, r, b), b) <= slot) & (
-            (b == x.B) | (slot < _first_slot(x, _start_of(x, r, jnp.minimum(b + 1, x.B)), b + 1))
+        return (_first_slot(x, _scan.start_of(x, r, b), b) <= slot) & (
+            (b == x.B) | (slot < _first_slot(x, _scan.start_of(x, r, jnp.minimum(b + 1, x.B)), b + 1))
         )
 
     def search(slot):
         def halve(_, bounds):
             low, high = bounds
             middle = lax.div(low + high + 1, i32(2))
-            below = _first_slot(x, _start_of(x, r, middle), middle) <= slot
+            below = _first_slot(x, _scan.start_of(x, r, middle), middle) <= slot
             return jnp.where(below, middle, low), jnp.where(below, high, middle - 1)
 
         return lax.fori_loop(0, x.B.bit_length(), halve, (i32(0), i32(x.B)))[0]
@@ -141,7 +128,7 @@ def splits(x: Plan, r: Any, produce: Produce, counts):
         used = x.slots - x.gap  # if all requests have as many tokens
         guess = jnp.clip(lax.div(slot * x.B + x.gap * (used - 1), i32(max(1, used))), 0, x.B - 1)
         b = lax.cond(right(guess, slot), lambda: guess, lambda: search(slot))
-        start, end, length = _request(x, r, b)
+        start, end, length = _scan.request(x, r, b)
         t = _own(x, _tile(x, b, slot - _first_slot(x, start, b), start, end, length))
         exists = (number < total) & (t.count > 0)
         parts = jnp.maximum(lax.div(t.last + (x.split_blocks - 1), i32(x.split_blocks)), 1)
@@ -159,66 +146,21 @@ def splits(x: Plan, r: Any, produce: Produce, counts):
 
 
 def share(x: Plan, r: Any, produce: Produce, counts):
-    """An equal share of all blocks of keys, request by request, tile by tile.
-
-    Where every tile can have a thread block to itself and none takes more than an eighth longer than a fair share,
-    tiles stay whole, and count as one block here.
-    """
+    """An equal share of all blocks of keys, request by request, tile by tile; tiles that stay whole count as one."""
     number, num_shares = lax.axis_index("cluster"), x.grid
 
-    def work(b):
-        """Tiles of request b, and blocks of each, at least one."""
-        start, end, length = _request(x, r, b)
-        tiles = lax.div(jnp.maximum(end - start, 0) * x.H + (x.rows - 1), i32(x.rows))
-        return tiles, jnp.maximum(lax.div(length + (BLOCK - 1), i32(BLOCK)), 1)
-
-    def scan(step, state):
-        """step(b, tiles of request b, blocks of each, state) over all requests, the loads of several at once."""
-
-        def several(n, state):
-            each = []
-            for k in range(_UNROLL):
-                b = jnp.minimum(n * _UNROLL + k, x.B)
-                tiles, per_tile = work(b)
-                each.append((b, jnp.where(n * _UNROLL + k <= x.B, tiles, 0), per_tile))
-            for b, tiles, per_tile in each:
-                state = step(b, tiles, per_tile, state)
-            return state
-
-        return lax.fori_loop(0, -(-(x.B + 1) // _UNROLL), several, state)
-
-    def add(b, tiles, per_tile, state):
-        units, total, longest = state
-        longest = jnp.maximum(longest, jnp.where(tiles > 0, per_tile, 0))
-        return units + tiles * per_tile, total + tiles, longest
-
-    def one_by_one():
-        units, tiles, longest = scan(add, (i32(0), i32(0), i32(0)))
-        size = lax.div(units + (num_shares - 1), i32(num_shares))
-        whole = (tiles <= num_shares) & (longest * 8 <= size * 9)
-        total, size = jnp.where(whole, tiles, units), jnp.where(whole, 1, size)
-        begin = jnp.minimum(number * size, total)
-
-        def locate(b, tiles, per_tile, state):
-            prefix, found, base = state
-            units = tiles * jnp.where(whole, 1, per_tile)
-            here = (units > 0) & (prefix <= begin)
-            return prefix + units, jnp.where(here, b, found), jnp.where(here, prefix, base)
-
-        return whole, size, total, *scan(locate, (i32(0), i32(0), i32(0)))[1:]
-
-    whole, size, total, b, base = _scan.find(x, r, number) if _scan.fits(x) else one_by_one()
+    whole, size, total, b, base = _scan.find(x, r, number)
     begin = jnp.minimum(number * size, total)
     stop = jnp.minimum(begin + size, total)
 
     def item(state):
         unit, b, base, noted, counts = state
-        tiles, per_tile = work(b)
+        tiles, per_tile = _scan.work(x, r, b)
         per_tile = jnp.where(whole, 1, per_tile)
         units, within = tiles * per_tile, unit - base
         low = lax.rem(within, per_tile)
         high = jnp.minimum(per_tile, low + stop - unit)
-        t = _own(x, _tile(x, b, lax.div(within, per_tile), *_request(x, r, b)))
+        t = _own(x, _tile(x, b, lax.div(within, per_tile), *_scan.request(x, r, b)))
         starts, ends = low == 0, high == per_tile
         at = jnp.where(starts & ends, -1, jnp.where(starts, num_shares + number, number))
         real = (units > 0) & (t.count > 0)

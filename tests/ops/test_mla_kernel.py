@@ -15,13 +15,11 @@ from jaxattn.ops._mla_cases import make_inputs
 from jaxattn.ops.mla import MECHANISM
 from pallas_kernels import _mosaic
 from pallas_kernels import mla as mosaic
+from pallas_kernels.mla import _scan
 from parity import cases, execution, triangle
 
 WAYS = {"whole": mosaic.Config(), "split": mosaic.Config(split_pages=2), "shared": mosaic.Config(num_shares=3)}
-ORDERS = {
-    "turns": mosaic.Config(num_shares=3, turns=True),
-    "early": mosaic.Config(num_shares=3, turns=True, early=True),
-}
+ORDERS = {"turns": mosaic.Config(num_shares=3, turns=True)}
 
 
 def run(args, config):
@@ -45,7 +43,12 @@ def same_bits(xs, ys):
 def test_every_way_to_share_out_the_work_is_right(config, rng):
     """Three tokens of a request in two tiles, one cut by the causal mask; a token that sees nothing; padding."""
     args = inputs(rng, (1, 3, 2), (150, 66, 1), padding=1)
-    got = dict(zip(("o", "lse"), run(args, config), strict=True))
+    check(args, run(args, config))
+
+
+def check(args, outputs):
+    """Outputs o and lse against the reference, by the record's rules."""
+    got = dict(zip(("o", "lse"), outputs, strict=True))
     truth, same = (execution.reference(MECHANISM, args, wide=wide) for wide in (True, False))
     for name, x in got.items():
         sides = {"reference": same[name], "kernel": x}
@@ -54,12 +57,26 @@ def test_every_way_to_share_out_the_work_is_right(config, rng):
         assert verdict.passed, f"{name}: {verdict.reason}"
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_ds_mla"])
-def test_codes_are_decoded_beside_the_next_ones_arrival(format, rng):
+@pytest.mark.parametrize(("format", "ahead"), [("fp8", 2), ("fp8_ds_mla", 6)])
+def test_when_codes_are_fetched_changes_no_bit(format, ahead, rng):
     sizes = {"D": 576, "value_dim": 512} if format == "fp8_ds_mla" else {"D": 192, "value_dim": 128}
     args = make_inputs(rng, (1,), (200,), 16, page=64, format=format, return_lse=True, **sizes)
-    options = {"num_shares": 1}
-    same_bits(*(run(args, mosaic.Config(**options, overlap=on, sparing=on)) for on in (False, True)))
+    ways = mosaic.Config(num_shares=1), mosaic.Config(num_shares=1, ahead=ahead, prefetch=True)
+    same_bits(*(run(args, way) for way in ways))
+
+
+def test_a_share_begins_where_the_search_says(rng, monkeypatch):
+    """Requests without tokens or keys in between, more than a warp has lanes; compiled, both ways to search."""
+    queries, lengths = ([n if i % 4 == 0 else 0 for i in range(34)] for n in (1, 70))
+    queries[4], lengths[8], lengths[9], queries[33], lengths[33] = 3, 0, 90, 1, 129
+    args = inputs(rng, queries, lengths, H=16, padding=1)
+    found = run(args, WAYS["shared"])
+    check(args, found)
+    if not _mosaic.why_not_here():
+        monkeypatch.setattr(_scan, "MOST", 0)
+        jax.clear_caches()
+        same_bits(found, run(args, WAYS["shared"]))
+        jax.clear_caches()
 
 
 def test_a_split_token_has_the_same_bits_in_every_batch(rng):
@@ -82,7 +99,7 @@ def test_tiles_of_equal_length_stay_whole_in_shares(rng):
 
 def test_a_pair_has_the_bits_of_two_thread_blocks(rng):
     args = inputs(rng, (1,), (100,), H=128)
-    same_bits(*(run(args, mosaic.Config(pair=pair, split_pages=2)) for pair in (True, False)))
+    same_bits(*(run(args, mosaic.Config(pair=pair, turns=True, split_pages=2)) for pair in (True, False)))
 
 
 def test_a_probe_of_a_benchmark_is_a_part_of_it(rng):
@@ -105,7 +122,7 @@ def test_default_configurations_follow_from_shapes():
 
     assert default(4, 512, 128) == mosaic.Config()
     pairs = _mosaic.num_sms() // 2
-    assert default(64, 8192, 128) == mosaic.Config(pair=True, num_shares=pairs)
+    assert default(64, 8192, 128) == mosaic.Config(pair=True, turns=True, num_shares=pairs)
     assert default(64, 8192, 16) == mosaic.Config(num_shares=_mosaic.num_sms())
     assert default(1, 2048, 16).num_shares == 2 * 8
 
@@ -130,16 +147,19 @@ def test_configurations_that_are_never_legal(options, message):
     [
         (mosaic.Config(split_pages=1), "a split must be a multiple of 64 keys, got split_pages=1 of 32"),
         (mosaic.Config(pair=True), "pair=True needs heads in multiples of 128, got 32"),
-        (
-            mosaic.Config(overlap=True, turns=True),
-            "overlap=True and turns=True would wait for each other, choose one",
-        ),
+        (mosaic.Config(ahead=3), "ahead must be 1 to 2, got 3"),
     ],
-    ids=["split", "pair", "orders"],
+    ids=["split", "pair", "ahead"],
 )
 def test_configurations_that_do_not_fit(interpret, config, message, rng):
     with pytest.raises(ValueError, match=f"^mla: {re.escape(message)}"):  # jax may add a line
         mla(**inputs(rng, (1,), (40,)), implementation="mosaic", config=config)
+
+
+def test_codes_take_no_turns(interpret, rng):
+    message = "mla: turns=True needs a plain cache, whose places are filled anew in parts, got format fp8"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mla(**inputs(rng, (1,), (40,), format="fp8"), implementation="mosaic", config=mosaic.Config(turns=True))
 
 
 REFUSED = {
