@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic, _mxfp4_scores
+from pallas_kernels import _inline, _inline_memory, _mosaic, _mxfp4_scores
 
 KEYS = 64
 """Keys of a block: the M of one wgmma."""
@@ -419,7 +419,7 @@ def _consume(x: _Plan, r: Any, me, turn, steps):
             if x.pool is None:
                 scale = plgpu.load(scales, layout=_inline.ROW, optimized=False)
             else:
-                scale = _inline.load_bytes(scales)
+                scale = _inline_memory.load_bytes(scales)
         _inline.release_reads()
         plgpu.barrier_arrive(r.free.at[slot])
         scores = _inline.settle(scores, 0) if x.fp4 else scores
@@ -430,7 +430,7 @@ def _consume(x: _Plan, r: Any, me, turn, steps):
             value = _inline.relu_dot(scores[:, n * x.H : (n + 1) * x.H], weights[n], keep_nan=x.fp4)
             value = value if scale is None else value * scale
             value = jnp.where((key >= start) & (key < end), value, -jnp.inf)
-            _inline.store_row(r.o.at[token0 + n, pl.ds(key0, KEYS)], value)
+            _inline_memory.store_row(r.o.at[token0 + n, pl.ds(key0, KEYS)], value)
 
     @pl.loop(0, slots)
     def _(i):

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -176,7 +176,7 @@ def products(config: Config, x: jax.Array, weights: jax.Array) -> tuple[jax.Arra
             sums, before = carry
 
             found = [_inline.start(x_smem.at[wave], fn_smem) for wave in waves]
-            numbers = _inline.load_span(x_smem, strips).astype(f32)
+            numbers = _inline_memory.load_span(x_smem, strips).astype(f32)
             squares = before + numbers * numbers
             found = [_inline.settle(x, len(waves) - 1 - i) for i, x in enumerate(found)]
             plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
@@ -243,7 +243,7 @@ def _updated_products(config: Config, x, y, post, comb, weights) -> tuple[jax.Ar
             at, tokens = pl.ds(part * few, few), pl.ds(tile * rows + part * few, few)
 
             def load(ref):
-                return _inline.load_span(ref.at[at], strips).astype(f32)
+                return _inline_memory.load_span(ref.at[at], strips).astype(f32)
 
             def gate(i):
                 values = plgpu.load(gates_ref.at[i, tokens], layout=strips.reduce(1), optimized=False)
@@ -254,7 +254,7 @@ def _updated_products(config: Config, x, y, post, comb, weights) -> tuple[jax.Ar
             for j, ref in enumerate(outs):
                 mixed = update.mixed(streams, out, [gate(i * C + j) for i in range(C)], gate(C * C + j))
                 mixed = mixed.astype(jnp.bfloat16)
-                _inline.store_span(ref.at[at], mixed, strips)
+                _inline_memory.store_span(ref.at[at], mixed, strips)
                 squares = squares + mixed.astype(f32) * mixed.astype(f32)
             return jnp.sum(squares, axis=1)
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mosaic
 
 BLOCK = 128
 """Inputs of one step: a swizzle span of 8-bit codes."""
@@ -399,7 +399,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
                 column = lax.rem((j + i) * x.parts + part, i32(SCALES))
-                scale = _inline.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
+                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
                 a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
                 started[i, wave] = scale, _inline.start(a, b, over=used.pop((i - 2, wave), None))
 
@@ -421,7 +421,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
                 product = _inline.start(r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0], over=product)
-                scale = _inline.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
+                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
                 product = _inline.settle(product, 0)
                 if wave == x.waves - 1:
                     plgpu.barrier_arrive(r.empty.at[slot])
