@@ -401,7 +401,7 @@ def _consume(x: _Plan, r: Any, me, turn, steps):
     at, told = turn & 1, turn & (TOLD - 1)
     plgpu.barrier_wait(r.told.at[told])
     first, blocks = r.tile[told, 0], r.tile[told, 1]
-    token0, _ = _place(x, turn)
+    token0 = _place(x, turn)[0]
     plgpu.barrier_wait(r.q_full.at[at])
     weights = [
         plgpu.load(r.weight.at[at, pl.ds(n * x.H, x.H)], layout=COLUMN, optimized=False) for n in range(x.tokens)
