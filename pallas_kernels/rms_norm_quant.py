@@ -1,8 +1,8 @@
 """RMSNorm with FP8 quantization on Mosaic GPU: one pass over memory, see `jaxattn.ops.rms_norm_quant`.
 
 Numbers of long rows wait for the sum of squares, and for the largest magnitude, in their own type if that has 16 bits:
-in fewer registers. Warps do not wait for each other around stores of such rows, and with a static scale their weights
-are loaded only after the sum.
+in fewer registers, but for groups, each of which leaves at once. Warps do not wait for each other around stores of such
+rows, and with a static scale their weights are loaded only after the sum.
 """
 
 import dataclasses
@@ -60,7 +60,8 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
     """Launch; arguments as prepared by `jaxattn.ops.rms_norm_quant`."""
     plan, (N, M), dtype = _plan(x, mode, group), x.shape, x.dtype
     plan.check("rms_norm_quant", config.rows)
-    packed, late = plan.line is not None and dtype.itemsize == 2, plan.line is not None and mode == "static"
+    long = plan.line is not None
+    packed, late = long and mode != "group" and dtype.itemsize == 2, long and mode == "static"
     wide = [plan.view(plans.widened(a, plan.D)) for a in (x, weight, residual) if a is not None]
     arrays = [wide[0], *wide[2:]]
     number = {"static": scale, "token": upper_bound}.get(mode)
