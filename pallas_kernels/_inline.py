@@ -1,8 +1,9 @@
 """Device code that Pallas has no words for: wgmma into fresh registers, inside kernels on Mosaic GPU.
 
 Pallas sets an accumulator to zero before wgmma adds to it. A product that is scaled and added to a running sum block by
-block pays for those zeros each time, so `add_scaled_product` tells the first instruction of each block to overwrite
-(scale-d = 0). Every function has a plain form for the interpreter.
+block pays for those zeros each time, so `start` tells the first instruction of each block to overwrite (scale-d = 0).
+Every function has a plain form for the interpreter. Loads, and stores but for transposed ones, are in
+`_inline_memory`.
 """
 
 from collections.abc import Sequence
@@ -109,41 +110,6 @@ def settle(sums: jax.Array, pending: int) -> jax.Array:
     return inline(emit)(sums)
 
 
-def load_span(ref: Any, layout: Any) -> jax.Array:
-    """16-bit numbers [rows, 64] in memory as `span` says, in a tiled layout: Mosaic loads them from its tiles only."""
-    if _mosaic.interpreting():
-        return plgpu.load(ref, layout=layout, optimized=False)
-
-    def emit(context, ref):
-        del context
-        how: Any = {"swizzle": 128, "layout": layout.to_mgpu(), "optimized": False}
-        return mgpu.FragmentedArray.load_tiled(_tiled(ref), **how)
-
-    out = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span()),), return_type=out)
-    return inline(emit)(ref)
-
-
-def store_span(ref: Any, value: jax.Array, layout: Any) -> None:
-    """The reverse of `load_span`."""
-    if _mosaic.interpreting():
-        ref[...] = value
-        return
-
-    def emit(context, ref, value):
-        del context
-        value.store_tiled(_tiled(ref), swizzle=128, optimized=False)
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span()), layout))
-    inline(emit)(ref, value)
-
-
-def _tiled(ref):
-    """[rows, one swizzle span] as tiles of 8 rows."""
-    ref = utils.memref_unfold(utils.memref_unfold(ref, 0, (None, 8)), 2, (1, None))
-    return utils.memref_transpose(ref, (0, 2, 1, 3))
-
-
 def add_scaled(sums: jax.Array, scale: jax.Array, part: jax.Array) -> jax.Array:
     """`sums + scale[:, None] * part` in float32, one instruction per number.
 
@@ -163,81 +129,6 @@ def add_scaled(sums: jax.Array, scale: jax.Array, part: jax.Array) -> jax.Array:
     out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(WGMMA, ROW, WGMMA), return_type=out)
     return inline(emit)(sums, scale, part)
-
-
-def load_column(ref: Any, column: jax.Array) -> jax.Array:
-    """`ref[:, column]` of a plain float32 [64, n] in shared memory, a number per row in the layout of wgmma's rows.
-
-    Layout inference of jax 0.11.2 fails on such strided references.
-    """
-    if _mosaic.interpreting():
-        value = plgpu.load(ref.at[:, column], layout=ROW, optimized=False)
-        release_reads()
-        return value
-    out = plgpu.ShapeDtypeStruct((_M,), jnp.float32, layout=ROW)
-
-    def emit(context, ref, column):
-        del context
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        thread = utils.thread_idx()
-        row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
-        at = arith.index_cast(index, column.registers.item())
-        layout = fragments.WGMMA_ROW_LAYOUT
-        registers = np.empty(layout.registers_shape((_M,)), object)
-        for half, i in enumerate(np.ndindex(registers.shape)):
-            mine = arith.index_cast(index, arith.addi(row, utils.c(8 * half, i32)))
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), memref.load(ref, [mine, at]))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=out)
-    return inline(emit)(ref, column)
-
-
-def load_bytes(ref: Any) -> jax.Array:
-    """The 64 float32 numbers of uint8 [2, 128] in plain shared memory, one per row in the layout of wgmma's rows."""
-    if _mosaic.interpreting():
-        raw = ref[...].reshape(_M, 4)
-        return lax.bitcast_convert_type(raw, jnp.float32)
-    out = plgpu.ShapeDtypeStruct((_M,), jnp.float32, layout=ROW)
-
-    def emit(context, ref):
-        del context
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        thread, pointer = utils.thread_idx(), utils.memref_ptr(ref)
-        row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
-        layout = fragments.WGMMA_ROW_LAYOUT
-        registers = np.empty(layout.registers_shape((_M,)), object)
-        for half, i in enumerate(np.ndindex(registers.shape)):
-            mine = arith.addi(row, utils.c(8 * half, i32))
-            value = llvm.load(f32, utils.getelementptr(pointer, [mine], f32))
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), f32), value)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    return inline(emit)(ref)
-
-
-def store_row(ref: Any, value: jax.Array) -> None:
-    """`ref[...] = value` for float32 [64] in the layout of wgmma's rows and global memory, without waiting for anyone.
-
-    Mosaic puts a barrier of the warpgroup before and after every store.
-    """
-    if _mosaic.interpreting():
-        _mosaic.store(ref, value)
-        return
-
-    def emit(context, ref, value):
-        del context
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        thread = utils.thread_idx()
-        row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
-        zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
-        for half, register in enumerate(value.registers.flat):
-            at = arith.index_cast(index, arith.addi(row, utils.c(8 * half, i32)))
-            memref.store(llvm.extractelement(register, zero), ref, [at])
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
-    inline(emit)(ref, value)
 
 
 def store_transposed(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
@@ -331,12 +222,18 @@ def assembly(lines: Sequence[str], sums: Sequence[Any], count: int, inputs: Sequ
     return [llvm.extractvalue(kind, struct, [i]) for i in range(count)]
 
 
+def tiled(ref):
+    """[rows, one swizzle span] of shared memory as tiles of 8 rows."""
+    ref = utils.memref_unfold(utils.memref_unfold(ref, 0, (None, 8)), 2, (1, None))
+    return utils.memref_transpose(ref, (0, 2, 1, 3))
+
+
 def descriptor(x: Any, n: int | None, span_values: int = 128) -> tuple[Any, int]:
     """The descriptor that wgmma takes of [rows, one swizzle span] in shared memory and its step per instruction.
 
     `n` is the width of the product for the second operand, None for the first.
     """
-    x = _tiled(x)
+    x = tiled(x)
     x = x if n is None else utils.memref_transpose(x, (1, 0, 3, 2))
     (base, step), _, _ = mma_utils.create_descriptor(
         x,

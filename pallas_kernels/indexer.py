@@ -3,7 +3,7 @@
 A tile is as many tokens as have 128 heads together, and all 64-key blocks that one of them sees. Thread blocks stay and
 take tile after tile. One warpgroup fetches q, weights and keys by TMA into a ring of `stages` slots, each a block for
 every one of `consumers` others: 64 x 128 scores, rectified, weighted and summed over the heads of a token in registers.
-Some sum while others keep the tensor cores busy.
+Some sum while others keep the tensor cores busy. Where logits are asked for, TMA writes those outside of ranges.
 
 With keys in pages of 64 a tile is one token and `chunk` blocks of its request.
 
@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic, _mxfp4_scores
+from pallas_kernels import _inline, _inline_memory, _mosaic, _mxfp4_scores
 
 KEYS = 64
 """Keys of a block: the M of one wgmma."""
@@ -55,21 +55,12 @@ class Config:
     """Slots of keys in flight, each with a block for every consumer."""
     chunk: int = 32
     """Paged: blocks of keys of a tile."""
-    together: int = 1
-    """Slots that a consumer multiplies in a row, summing one while the next multiplies: 1, 2 or 4; 1 for MXFP4."""
-    copied: bool = False
-    """TMA fills what lies outside of ranges, else the consumers."""
 
     def __post_init__(self):
         if self.consumers not in REGISTERS:
             raise ValueError(f"consumers must be {_mosaic.either(REGISTERS)}, got {self.consumers}")
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages must lie between 2 and 8, got {self.stages}")
-        if self.together not in (1, 2, 4):
-            raise ValueError(f"together must be 1, 2 or 4, got {self.together}")
-        if self.together > min(self.stages, 4 if self.consumers == 2 else 1):
-            given = f"stages={self.stages} and consumers={self.consumers}"
-            raise ValueError(f"together={self.together} needs as many stages and two consumers, got {given}")
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
 
@@ -200,15 +191,11 @@ def default_config(**_) -> Config:
     return Config()
 
 
-def configs(*, q, page, return_logits, **_) -> Iterator[Config]:
+def configs(*, page, **_) -> Iterator[Config]:
     """Every configuration worth timing."""
-    fp4 = jnp.dtype(q.dtype) == jnp.uint8
-    for consumers, stages in itertools.product(REGISTERS, (3, 4, 6)):
-        together = (1,) if fp4 or consumers > 2 else (1, 2, 4)
-        for some, chunk in itertools.product(together, (16, 32, 64) if page is not None else (32,)):
-            for copied in (False, True) if return_logits else (False,):
-                if some <= stages:
-                    yield Config(consumers=consumers, stages=stages, chunk=chunk, together=some, copied=copied)
+    chunks = (16, 32, 64) if page is not None else (32,)
+    for consumers, stages, chunk in itertools.product(REGISTERS, (3, 4, 6), chunks):
+        yield Config(consumers=consumers, stages=stages, chunk=chunk)
 
 
 # ---------------------------------------------------------------- launch
@@ -237,8 +224,6 @@ def indexer(
     """
     del page, format
     x = _plan(config, return_logits, q=q, k=k, page_table=page_table)
-    if x.fp4 and config.together > 1:
-        raise ValueError(f"indexer: MXFP4 keys have registers for together=1, got {config.together}")
     if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
         given = f"consumers={config.consumers}, stages={config.stages}"
         raise ValueError(
@@ -266,7 +251,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     """Scratch of one thread block."""
     c, tile = x.config, _inline.span()
     keys = x.dtype if x.pool is None else jnp.uint8
-    fill = {"nothing": FILL * KEYS, "nothing_1": KEYS} if x.fill and c.copied else {}
+    fill = {"nothing": FILL * KEYS, "nothing_1": KEYS} if x.fill else {}
     return {
         "q_tile": plgpu.SMEM((2, 2, x.columns, _mxfp4_scores.HALF), jnp.bfloat16, transforms=tile)
         if x.fp4
@@ -320,14 +305,14 @@ def _block(x: _Plan, r: Any) -> None:
     @pl.when(warpgroup == x.config.consumers)
     def _():
         plgpu.set_max_registers(producing, action="decrease")
-        copied = x.fill and x.config.copied
-        if copied:
+        if x.fill:
+            nothing = plgpu.layout_cast(jnp.full((KEYS,), -jnp.inf, f32), _inline.ROW)
             for ref, n in itertools.product((r.nothing, r.nothing_1), range(x.tokens)):
                 for column in range(0, ref.shape[1], KEYS):
-                    _mosaic.store(ref.at[n, pl.ds(column, KEYS)], _nothing())
+                    _mosaic.store(ref.at[n, pl.ds(column, KEYS)], nothing)
             plgpu.commit_smem()
         steps = lax.fori_loop(0, count, lambda turn, steps: _produce(x, r, turn, steps), i32(0))
-        if copied:
+        if x.fill:
             plgpu.wait_smem_to_gmem(0)
         if x.interpreted:  # the interpreter wants to see every barrier complete
             for n in range(2):
@@ -385,7 +370,7 @@ def _produce(x: _Plan, r: Any, turn, steps):
                 place = to.at[slot, pl.ds(n * rows.size, rows.size)]
                 plgpu.copy_gmem_to_smem(r.k.at[number, rows], place, full)
 
-    if x.fill and x.config.copied:
+    if x.fill:
         last = jnp.minimum(block0 + x.chunk, x.blocks)
         _fill(x, r, token0, block0, jnp.minimum(first, last))
         _fill(x, r, token0, first + blocks, last)
@@ -405,11 +390,6 @@ def _fill(x: _Plan, r: Any, token0, begin, end) -> None:
     pl.loop(some * FILL, count)(lambda i: copy(r.nothing_1, begin + i))
 
 
-def _nothing():
-    """Logits of a block outside of ranges."""
-    return plgpu.layout_cast(jnp.full((KEYS,), -jnp.inf, f32), _inline.ROW)
-
-
 def _slots(x: _Plan, blocks):
     """Slots that so many blocks take."""
     return lax.div(blocks + (x.config.consumers - 1), i32(x.config.consumers))
@@ -421,78 +401,46 @@ def _consume(x: _Plan, r: Any, me, turn, steps):
     at, told = turn & 1, turn & (TOLD - 1)
     plgpu.barrier_wait(r.told.at[told])
     first, blocks = r.tile[told, 0], r.tile[told, 1]
-    token0, block0 = _place(x, turn)
+    token0 = _place(x, turn)[0]
     plgpu.barrier_wait(r.q_full.at[at])
     weights = [
         plgpu.load(r.weight.at[at, pl.ds(n * x.H, x.H)], layout=COLUMN, optimized=False) for n in range(x.tokens)
     ]
     slots = _slots(x, blocks)
 
-    def begin(slot, over=None):
+    def block(b, slot):
         own = pl.ds(me * KEYS, KEYS)
-        if x.fp4:
-            scales = r.scale.at[slot, own if x.pool is None else pl.ds(me * x.scale_rows, x.scale_rows)]
-            return _mxfp4_scores.start(r.k_tile.at[slot, own], scales, r.q_tile.at[at])
-        return _inline.start(r.k_tile.at[slot, own], r.q_tile.at[at], over=over)
-
-    def end(b, slot, scores, pending):
+        scales = r.scale.at[slot, own if x.pool is None else pl.ds(me * x.scale_rows, x.scale_rows)]
         scale = None
-        if not x.fp4:
-            scores = _inline.settle(scores, pending)
+        if x.fp4:
+            scores = _mxfp4_scores.start(r.k_tile.at[slot, own], scales, r.q_tile.at[at])
+        else:
+            scores = _inline.settle(_inline.start(r.k_tile.at[slot, own], r.q_tile.at[at]), 0)
             if x.pool is None:
-                scale = plgpu.load(r.scale.at[slot, pl.ds(me * KEYS, KEYS)], layout=_inline.ROW, optimized=False)
+                scale = plgpu.load(scales, layout=_inline.ROW, optimized=False)
             else:
-                scale = _inline.load_bytes(r.scale.at[slot, pl.ds(me * x.scale_rows, x.scale_rows)])
+                scale = _inline_memory.load_bytes(scales)
         _inline.release_reads()
         plgpu.barrier_arrive(r.free.at[slot])
         scores = _inline.settle(scores, 0) if x.fp4 else scores
         key0 = (first + b) * KEYS
         key = key0 + plgpu.broadcasted_iota(i32, (KEYS,), 0, layout=_inline.ROW)
         for n in range(x.tokens):
-            start, stop = r.tile[told, 2 + 2 * n], r.tile[told, 3 + 2 * n]
+            start, end = r.tile[told, 2 + 2 * n], r.tile[told, 3 + 2 * n]
             value = _inline.relu_dot(scores[:, n * x.H : (n + 1) * x.H], weights[n], keep_nan=x.fp4)
             value = value if scale is None else value * scale
-            value = jnp.where((key >= start) & (key < stop), value, -jnp.inf)
-            _inline.store_row(r.o.at[token0 + n, pl.ds(key0, KEYS)], value)
-        return scores
+            value = jnp.where((key >= start) & (key < end), value, -jnp.inf)
+            _inline_memory.store_row(r.o.at[token0 + n, pl.ds(key0, KEYS)], value)
 
-    together, whole = x.config.together, 0
-    if together > 1:
-        whole = lax.div(lax.div(blocks - me + (consumers - 1), i32(consumers)), i32(together))
-
-        @pl.loop(0, whole)
-        def _(n):
-            numbers = [lax.rem(steps + n * together + i, i32(stages)) for i in range(together)]
-            started, used = {}, {}
-            for i, slot in enumerate(numbers):
-                plgpu.barrier_wait(r.full.at[slot])
-                started[i] = begin(slot, used.pop(i - 2, None))
-                if i > 0:
-                    used[i - 1] = end((n * together + i - 1) * consumers + me, numbers[i - 1], started.pop(i - 1), 1)
-            end((n * together + together - 1) * consumers + me, numbers[-1], started.pop(together - 1), 0)
-
-    @pl.loop(whole * together, slots)
+    @pl.loop(0, slots)
     def _(i):
         b, slot = i * consumers + me, lax.rem(steps + i, i32(stages))
         plgpu.barrier_wait(r.full.at[slot])
-        pl.when(b < blocks)(lambda: (end(b, slot, begin(slot), 0), None)[1])
+        pl.when(b < blocks)(lambda: block(b, slot))
         pl.when(b >= blocks)(lambda: plgpu.barrier_arrive(r.free.at[slot]))
 
     _inline.release_reads()
     plgpu.barrier_arrive(r.q_free.at[at])
-    if x.fill and not x.config.copied:
-        nothing = _nothing()
-        last = jnp.minimum(block0 + x.chunk, x.blocks)
-
-        @pl.loop(0, lax.div(last - block0 - me + (consumers - 1), i32(consumers)))
-        def _(i):
-            b = block0 + me + i * consumers
-
-            @pl.when((b < first) | (b >= first + blocks))
-            def _():
-                for n in range(x.tokens):
-                    _inline.store_row(r.o.at[token0 + n, pl.ds(b * KEYS, KEYS)], nothing)
-
     return steps + slots
 
 

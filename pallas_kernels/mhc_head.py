@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _packed_rows
 from pallas_kernels import mhc_pre as first
 
 _ROWS = 8
@@ -42,40 +41,24 @@ def mhc_head(*, config: Config, residual, fn, scale, base, eps, rms_eps):
     if not N:
         return jnp.zeros((0, M), residual.dtype)
     flat, weights = residual.reshape(N, C * M), first.split_weights(jnp.pad(fn, ((0, _ROWS - C), (0, 0))))
-    numbers = scale.astype(jnp.float32).reshape(1), base.reshape(1, C)
-
-    def launch(o_ref):
-        for range_ in first.ranges(config, N):
-            parts, squares = first.products(config, range_, flat, weights)
-            _finish(
-                range_,
-                flat,
-                parts.reshape(*parts.shape[:2], _ROWS // C, C),
-                squares,
-                *numbers,
-                o_ref,
-                C * M // config.splits,
-                eps,
-                rms_eps,
-            )
-
-    return _packed_rows.in_place(launch, [], [jax.ShapeDtypeStruct((N, M), residual.dtype)])[0]
-
-
-def _finish(range_: first.Range, x, parts, squares, scale, base, out, span: int, eps, rms_eps) -> None:
-    """Gates, and the mixture of a range of tokens of x [N, C M], to `out` [N, M]."""
-    M = out.shape[1]
-    count, mixing = first.mixers(range_, x.shape[1] // M, M, span)
+    parts, squares = first.products(config, flat, weights)
+    count, mixing = first.mixers(N, C, M, C * M // config.splits)
 
     def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref):
         of_gates = parts_ref, squares_ref, scale_ref, base_ref
         mixing(lax.axis_index("block"), x_ref, o_ref, of_gates, eps, rms_eps)
 
-    plgpu.kernel(
+    return plgpu.kernel(
         body,
-        out_type=(),
+        out_type=jax.ShapeDtypeStruct((N, M), residual.dtype),
         grid=(count,),
         grid_names=("block",),
         kernel_name="mhc_head",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
-    )(x, parts, squares, scale, base, out)
+    )(
+        flat,
+        parts.reshape(*parts.shape[:2], _ROWS // C, C),
+        squares,
+        scale.astype(jnp.float32).reshape(1),
+        base.reshape(1, C),
+    )

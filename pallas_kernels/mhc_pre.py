@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic, _packed_rows
+from pallas_kernels import _inline, _inline_memory, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -52,15 +52,11 @@ class Config:
 
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split.
-
-    Tokens come in so many `parts`, each multiplied and finished before the next one, so that the L2 cache still holds
-    the streams that are read again.
     """
 
     rows: int = 128
     splits: int = 8
     stages: int = 4
-    parts: int = 1
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -68,8 +64,6 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
-        if self.parts < 1:
-            raise ValueError(f"parts must be at least 1, got {self.parts}")
 
 
 def why_not(*, residual, y, **_) -> str | None:
@@ -113,11 +107,8 @@ def default_config(*, residual, y=None, **_) -> Config:
 
 def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
-    N, C, M = residual.shape
-    parts = (1, 2, 4) if N >= 2048 else (1,)
-    every = [
-        Config(rows=r, splits=s, stages=n, parts=p) for p in parts for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)
-    ]
+    _, C, M = residual.shape
+    every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
     return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
 
 
@@ -128,49 +119,14 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     if not N:
         empty = jnp.zeros((0, M), residual.dtype), jnp.zeros((0, C)), jnp.zeros((0, C, C))
         return empty if y is None else (*empty, residual)
-    flat, weights, tiles = residual.reshape(N, C * M), split_weights(fn), -(-N // config.rows)
-    gates = () if y is None else (y, _by_coefficient(post, comb, tiles * config.rows))
+    flat, weights = residual.reshape(N, C * M), split_weights(fn)
     numbers = {"C": C, "iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
-    span = (C * M if y is None else M) // config.splits
-
-    def launch(*refs):
-        *results, streams = refs if gates else (*refs, None)
-        for range_ in ranges(config, N):
-            if gates:
-                sums = _updated_products(config, range_, flat, *gates, weights, streams)
-            else:
-                sums = products(config, range_, flat, weights)
-            _finish(range_, flat if streams is None else streams, *sums, scale, base, *results, span=span, **numbers)
-
-    out = [
-        jax.ShapeDtypeStruct((N, M), residual.dtype),
-        jax.ShapeDtypeStruct((tiles * config.rows, C), f32),
-        jax.ShapeDtypeStruct((tiles * config.rows, C, C), f32),
-        *(jax.ShapeDtypeStruct(flat.shape, flat.dtype) for _ in gates[:1]),
-    ]
-    x, post, comb, *streams = _packed_rows.in_place(launch, [], out)
-    return x, post[:N], comb[:N], *(s.reshape(N, C, M) for s in streams)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Tokens that are multiplied and finished before the next ones."""
-
-    tile: int
-    """The first one."""
-    tiles: int
-    token: int
-    tokens: int
-
-
-def ranges(config: Config, N: int) -> list[Range]:
-    """All tokens in `config.parts` ranges of whole tiles, or fewer."""
-    tiles = -(-N // config.rows)
-    each = -(-tiles // config.parts)
-    firsts = range(0, tiles, each)
-    return [
-        Range(t, min(each, tiles - t), t * config.rows, min(each * config.rows, N - t * config.rows)) for t in firsts
-    ]
+    if y is None:
+        parts, squares = products(config, flat, weights)
+        return _finish(flat, parts, squares, scale, base, span=C * M // config.splits, **numbers)
+    streams, parts, squares = _updated_products(config, flat, y, post, comb, weights)
+    out = _finish(streams, parts, squares, scale, base, span=M // config.splits, **numbers)
+    return *out, streams.reshape(N, C, M)
 
 
 # ---------------------------------------------------------------- products
@@ -200,19 +156,16 @@ def split_weights(fn: jax.Array) -> jax.Array:
     )(fn)
 
 
-def products(config: Config, range_: Range, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Parts of `x fn^T` [splits, rows, O] of a range and of the sums of squares [splits, rows].
-
-    Rows beyond N hold anything.
+def products(config: Config, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Parts of `x fn^T` [splits, rows, O] and of the sums of squares [splits, rows]; rows beyond N hold anything.
 
     Args:
         config: shape.
-        range_: of tokens.
         x: bfloat16 [N, W].
         weights: `split_weights` of float32 [O, W], O a multiple of 8.
     """
-    W, outputs = x.shape[1], weights.shape[0] // _TERMS
-    rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), range_.tiles
+    (N, W), outputs = x.shape, weights.shape[0] // _TERMS
+    rows, steps, tiles = config.rows, W // (config.splits * _DEPTH), -(-N // config.rows)
     strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
     waves = [pl.ds(start, _WAVE) for start in range(0, rows, _WAVE)]
 
@@ -223,7 +176,7 @@ def products(config: Config, range_: Range, x: jax.Array, weights: jax.Array) ->
             sums, before = carry
 
             found = [_inline.start(x_smem.at[wave], fn_smem) for wave in waves]
-            numbers = _inline.load_span(x_smem, strips).astype(f32)
+            numbers = _inline_memory.load_span(x_smem, strips).astype(f32)
             squares = before + numbers * numbers
             found = [_inline.settle(x, len(waves) - 1 - i) for i, x in enumerate(found)]
             plgpu.commit_smem()  # all warps have read before the next copy is told to overwrite
@@ -234,7 +187,7 @@ def products(config: Config, range_: Range, x: jax.Array, weights: jax.Array) ->
             step,
             grid=(steps,),
             in_specs=[
-                plgpu.BlockSpec((rows, _DEPTH), lambda k: (range_.tile + tile, where + k), transforms=memory),
+                plgpu.BlockSpec((rows, _DEPTH), lambda k: (tile, where + k), transforms=memory),
                 plgpu.BlockSpec((_TERMS * outputs, _DEPTH), lambda k: (0, where + k), transforms=memory),
             ],
             max_concurrent_steps=config.stages,
@@ -275,23 +228,22 @@ def _by_coefficient(post: jax.Array, comb: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(gates, ((0, 0), (0, rows - N)))
 
 
-def _updated_products(config: Config, range_: Range, x, y, gates, weights, out) -> tuple[jax.Array, jax.Array]:
-    """Write streams [N, C M] after `mhc_post` to `out`; return what `products` makes of them: one pass over memory."""
-    outputs, rows, tiles, M = weights.shape[0] // _TERMS, config.rows, range_.tiles, y.shape[1]
-    C = x.shape[1] // M
+def _updated_products(config: Config, x, y, post, comb, weights) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Streams [N, C M] after `mhc_post`, and what `products` makes of them: one pass over memory."""
+    (N, M), outputs, rows = y.shape, weights.shape[0] // _TERMS, config.rows
+    C, tiles = x.shape[1] // M, -(-N // rows)
     steps, few = M // (config.splits * _DEPTH), 16
     strips, memory = _mosaic.strips(jnp.bfloat16, 128), _inline.span()
 
     def body(r_ref, y_ref, fn_ref, gates_ref, o_ref, parts_ref, squares_ref, o_smem):
-        local, split = lax.axis_index("tile"), lax.axis_index("split")
-        tile = range_.tile + local
+        tile, split = lax.axis_index("tile"), lax.axis_index("split")
 
         def updated(part, inputs, outs):
             """Update 16 tokens; returns the sums of squares over streams."""
             at, tokens = pl.ds(part * few, few), pl.ds(tile * rows + part * few, few)
 
             def load(ref):
-                return _inline.load_span(ref.at[at], strips).astype(f32)
+                return _inline_memory.load_span(ref.at[at], strips).astype(f32)
 
             def gate(i):
                 values = plgpu.load(gates_ref.at[i, tokens], layout=strips.reduce(1), optimized=False)
@@ -302,7 +254,7 @@ def _updated_products(config: Config, range_: Range, x, y, gates, weights, out) 
             for j, ref in enumerate(outs):
                 mixed = update.mixed(streams, out, [gate(i * C + j) for i in range(C)], gate(C * C + j))
                 mixed = mixed.astype(jnp.bfloat16)
-                _inline.store_span(ref.at[at], mixed, strips)
+                _inline_memory.store_span(ref.at[at], mixed, strips)
                 squares = squares + mixed.astype(f32) * mixed.astype(f32)
             return jnp.sum(squares, axis=1)
 
@@ -343,14 +295,15 @@ def _updated_products(config: Config, range_: Range, x, y, gates, weights, out) 
             ),
         )
         sums, squares = pipeline(*[r_ref] * C, y_ref, *[fn_ref] * C)
-        _mosaic.store(parts_ref.at[split, pl.ds(local * rows, rows)], sums)
+        _mosaic.store(parts_ref.at[split, pl.ds(tile * rows, rows)], sums)
         for part, x in enumerate(squares):
-            _mosaic.store(squares_ref.at[split, pl.ds(local * rows + part * few, few)], x)
+            _mosaic.store(squares_ref.at[split, pl.ds(tile * rows + part * few, few)], x)
         plgpu.wait_smem_to_gmem(0)
 
-    parts, squares = plgpu.kernel(
+    streams, parts, squares = plgpu.kernel(
         body,
         out_type=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((config.splits, tiles * rows, outputs), f32),
             jax.ShapeDtypeStruct((config.splits, tiles * rows), f32),
         ],
@@ -358,8 +311,8 @@ def _updated_products(config: Config, range_: Range, x, y, gates, weights, out) 
         grid_names=("tile", "split"),
         scratch_types=[plgpu.SMEM((2, C, rows, _DEPTH), x.dtype, transforms=memory)],
         kernel_name="mhc_updated_products",
-    )(x, y, weights, gates, out)
-    return parts, squares
+    )(x, y, weights, _by_coefficient(post, comb, tiles * rows))
+    return streams, parts, squares
 
 
 # ---------------------------------------------------------------- gates, matrices, the layer's input
@@ -369,10 +322,10 @@ def _token_lanes() -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _finish(range_: Range, x, parts, squares, scale, base, *out, C, span, iters, post_mult, eps, rms_eps) -> None:
-    """Layer input, output gates and matrices of a range of tokens of the streams [N, C M], to `out`."""
-    (splits, padded, outputs), M, tokens = parts.shape, x.shape[1] // C, _TOKENS
-    blocks = -(-range_.tokens // tokens)
+def _finish(x, parts, squares, scale, base, *, C, span, iters, post_mult, eps, rms_eps) -> tuple[jax.Array, ...]:
+    """Layer input, output gates and matrices of the streams [N, C M]."""
+    (splits, padded, outputs), N, M, tokens = parts.shape, x.shape[0], x.shape[1] // C, _TOKENS
+    blocks = -(-N // tokens)
     assert blocks * tokens <= padded
     parts = parts.reshape(splits, padded, outputs // C, C)
     lanes, shape = _token_lanes(), (tokens, C, C)
@@ -390,21 +343,21 @@ def _finish(range_: Range, x, parts, squares, scale, base, *out, C, span, iters,
         return _mosaic.divide(a, below, lanes)
 
     def matrices(block, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref):
-        at, to = (pl.ds(start + block * tokens, tokens) for start in (0, range_.token))
+        at = pl.ds(block * tokens, tokens)
         mean = total(lambda i: squares_ref.at[i, at], one)
         mean = _mosaic.divide(mean, jnp.full_like(mean, C * M), one) + rms_eps
         root = _mosaic.pointwise("sqrt.rn.f32", jnp.sqrt, one, mean)
         norm = _mosaic.divide(jnp.full_like(root, 1.0), root, one)
         u = total(lambda i: parts_ref.at[i, at, 1], row) * lax.broadcast_in_dim(norm, shape[:2], [0])
         u = u * scale_ref[1] + lax.broadcast_in_dim(load(base_ref.at[1], row.reduce(0)), u.shape, [1])
-        _mosaic.store(post_ref.at[to], _mosaic.divide(jnp.full_like(u, 1.0), 1 + jnp.exp(-u), row) * post_mult)
+        _mosaic.store(post_ref.at[at], _mosaic.divide(jnp.full_like(u, 1.0), 1 + jnp.exp(-u), row) * post_mult)
         a = total(lambda i: parts_ref.at[i, at, pl.ds(2, C)], lanes) * lax.broadcast_in_dim(norm, shape, [0])
         bias = load(base_ref.at[pl.ds(2, C)], lanes.reduce(0))
         a = a * scale_ref[2] + lax.broadcast_in_dim(bias, shape, [1, 2])
         a = jnp.exp(a - lax.broadcast_in_dim(jnp.max(a, 2), shape, [0, 1]))
         a = divided(divided(a, 2, 0.0) + eps, 1, eps)
         a = lax.fori_loop(0, iters - 1, lambda _, a: divided(divided(a, 2, eps), 1, eps), a)
-        _mosaic.store(comb_ref.at[to], a)
+        _mosaic.store(comb_ref.at[at], a)
 
     def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref, post_ref, comb_ref):
         index = lax.axis_index("block")
@@ -417,40 +370,43 @@ def _finish(range_: Range, x, parts, squares, scale, base, *out, C, span, iters,
         def _():
             mixing(index - blocks, x_ref, o_ref, (parts_ref, squares_ref, scale_ref, base_ref), eps, rms_eps)
 
-    count, mixing = mixers(range_, C, M, span)
-    plgpu.kernel(
+    count, mixing = mixers(N, C, M, span)
+    x, post, comb = plgpu.kernel(
         body,
-        out_type=(),
+        out_type=[
+            jax.ShapeDtypeStruct((N, M), x.dtype),
+            jax.ShapeDtypeStruct((blocks * tokens, C), f32),
+            jax.ShapeDtypeStruct((blocks * tokens, C, C), f32),
+        ],
         grid=(blocks + count,),
         grid_names=("block",),
         kernel_name="mhc_finish",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
-    )(x, parts, squares, scale, base.reshape(-1, C), *out)
+    )(x, parts, squares, scale, base.reshape(-1, C))
+    return x, post[:N], comb[:N]
 
 
-def mixers(range_: Range, C: int, M: int, span: int) -> tuple[int, Callable[..., None]]:
+def mixers(N: int, C: int, M: int, span: int) -> tuple[int, Callable[..., None]]:
     """How many thread blocks mix, and what block `index` does: `do(index, x, o, references of gates, eps, rms_eps)`.
 
     x is [N, C M], o [N, M]. `span` are the columns of a split, the last of which the products read last. The references
-    are parts [splits, rows, O / C, C] of products, [splits, rows] of squares of the range, scale and base [O / C, C].
+    are parts [splits, rows, O / C, C] of products, [splits, rows] of squares, scale and base [O / C, C].
     """
     columns = next(c for c in (1024, 512, 256) if M % c == 0)
     kind = update.layout(columns, 2)
     # a block's columns have one distance from the end of a split
     span = min(span, M)
     span = span if span % columns == 0 and M % span == 0 else M
-    levels, N = span // columns, range_.tokens
-    starts = range(0, M, span)
+    levels, starts = span // columns, range(0, M, span)
 
     def mix(index, x_ref, o_ref, of_gates, eps, rms_eps):
         parts_ref, squares_ref, scale_ref, base_ref = of_gates
         turn, index = (lax.div(index, jnp.int32(N)), lax.rem(index, jnp.int32(N))) if levels > 1 else (0, index)
         token, level = N - 1 - index, levels - 1 - turn
-        row = range_.token + token
 
         def load(start):
             here = [pl.ds(i * M + start + level * columns, columns) for i in range(C)]
-            return [plgpu.load(x_ref.at[row, columns], layout=kind, optimized=False) for columns in here]
+            return [plgpu.load(x_ref.at[token, columns], layout=kind, optimized=False) for columns in here]
 
         early = [load(start) for start in starts[:_EARLY]]
         gates = _input_gates(C, M, token, parts_ref, squares_ref, scale_ref, base_ref, eps, rms_eps)
@@ -459,7 +415,7 @@ def mixers(range_: Range, C: int, M: int, span: int) -> tuple[int, Callable[...,
             out = early[i][0].astype(f32) * gates[0]
             for x, gate in zip(early[i][1:], gates[1:], strict=True):
                 out += x.astype(f32) * gate
-            _mosaic.store(o_ref.at[row, pl.ds(start + level * columns, columns)], out.astype(o_ref.dtype))
+            _mosaic.store(o_ref.at[token, pl.ds(start + level * columns, columns)], out.astype(o_ref.dtype))
 
     return N * levels, mix
 

@@ -27,14 +27,12 @@ _ROWS, _TOKENS = (8, 16, 32), (1, 2, 4, 8)
 class Config:
     """`rows`: heads of a token in a thread block; of so many `tokens` one block writes the cache rows.
 
-    With `in_turn` a block takes the heads of these tokens one after the other, each loaded before the last one leaves.
     With `packed` numbers of 16 bits wait as such for the sum of squares, in half the registers, so that more thread
     blocks run on a multiprocessor.
     """
 
     rows: int
     tokens: int = 1
-    in_turn: bool = False
     packed: bool = False
 
     def __post_init__(self):
@@ -72,7 +70,6 @@ def default_config(*, q, heads, **_) -> Config:
 def configs(*, q, heads, **_) -> Iterable[Config]:
     """All legal ones."""
     every = [Config(rows=r, tokens=n) for n in _TOKENS for r in _legal(q, heads)]
-    every += [dataclasses.replace(c, in_turn=True) for c in every if c.tokens > 1]
     return every + [dataclasses.replace(c, packed=True) for c in every if q.dtype.itemsize == 2]
 
 
@@ -89,7 +86,7 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
     given, wanted = (-(-n // rows) * rows for n in (H, heads))
     q = jnp.pad(q, ((0, 0), (0, given - H), (0, 0)))
     whole_tiles = wanted // rows
-    parts = whole_tiles * (1 if config.in_turn else tokens) + 1
+    parts = whole_tiles * tokens + 1
     frame = Frame((rows, _ROTARY), _rows.vector(dtype), _frames.is_narrow(dtype))
     whole = Frame((rows, _KEPT), frame.vec, frame.narrow)
     pages, size = cache.shape[0], cache.shape[1] if page is None else page
@@ -100,19 +97,16 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
         found = _rotary.from_table(table_ref, positions_ref[token], (_ROTARY,), part.numbers.reduce(0))
         return (lax.broadcast_in_dim(x, part.shape, [1]) for x in found)
 
-    def load(token, tile, q_ref):
-        at = pl.ds(token * given + tile * rows, rows)
-        return whole.load(q_ref.at[at, pl.ds(0, _KEPT)]), frame.load(q_ref.at[at, pl.ds(_KEPT, _ROTARY)])
-
-    def norm_and_turn(token, tile, loaded, table_ref, positions_ref, o_ref):
-        out = pl.ds(token * wanted + tile * rows, rows)
-        kept, part = map(_frames.wide, loaded)
+    def norm_and_turn(token, tile, q_ref, table_ref, positions_ref, o_ref):
+        at, out = (pl.ds(token * n + tile * rows, rows) for n in (given, wanted))
+        loaded = whole.load(q_ref.at[at, pl.ds(0, _KEPT)])
+        kept, part = _frames.wide(loaded), _frames.wide(frame.load(q_ref.at[at, pl.ds(_KEPT, _ROTARY)]))
         cos, sin = angles(token, table_ref, positions_ref, frame)
         squares = whole.reduce(jnp.sum, kept * kept) + frame.reduce(jnp.sum, part * part)
         mean = frame.divide_rows(squares, float(_D)) + frame.full(eps)
         root = frame.divide_rows(frame.full(1.0), frame.row("sqrt.rn.f32", jnp.sqrt, mean))
         if config.packed:
-            kept = _frames.wide(_packed_rows.held(loaded[0], whole.numbers))
+            kept = _frames.wide(_packed_rows.held(loaded, whole.numbers))
         _mosaic.store(o_ref.at[out, pl.ds(0, _KEPT)], (kept * whole.spread(root)).astype(dtype))
         part = _rotary.turned(part * frame.spread(root), cos, sin, frame.numbers)
         _mosaic.store(o_ref.at[out, pl.ds(_KEPT, _ROTARY)], part.astype(dtype))
@@ -135,37 +129,33 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
 
     def body(q_ref, kv_ref, table_ref, positions_ref, slots_ref, cache_ref, o_ref):
         part, group = lax.axis_index("part"), lax.axis_index("group")
-        # beyond the last token it is done again
-        every = [jnp.minimum(group * tokens + i, N - 1) if N % tokens else group * tokens + i for i in range(tokens)]
-        tile, block, heading = part, every, part < parts - 1
-        if not config.in_turn and tokens > 1:
-            token = group * tokens + lax.div(part, jnp.int32(whole_tiles))
-            tile, block = lax.rem(part, jnp.int32(whole_tiles)), [token]
-            heading = heading & (token < N)
-        tiles = given // rows
+        token, tile, inserts = group * tokens, part, part == parts - 1
+        if tokens > 1:
+            token, tile = token + lax.div(part, jnp.int32(whole_tiles)), lax.rem(part, jnp.int32(whole_tiles))
+        heading, tiles = ~inserts & (token < N), given // rows
 
         @pl.when(heading & (tile < tiles))
         def _():
-            loaded = [load(block[0], tile, q_ref)]
-            for i, token in enumerate(block):
-                loaded += [load(after, tile, q_ref) for after in block[i + 1 : i + 2]]
-                norm_and_turn(token, tile, loaded[i], table_ref, positions_ref, o_ref)
+            norm_and_turn(token, tile, q_ref, table_ref, positions_ref, o_ref)
 
         if wanted > given:
 
             @pl.when(heading & (tile >= tiles))
             def _():
-                for token in block:
-                    out = pl.ds(token * wanted + tile * rows, rows)
-                    for ref, part in (
-                        (o_ref.at[out, pl.ds(0, _KEPT)], whole),
-                        (o_ref.at[out, pl.ds(_KEPT, _ROTARY)], frame),
-                    ):
-                        _mosaic.store(ref, plgpu.layout_cast(jnp.zeros(part.shape, dtype), part.numbers))
+                out = pl.ds(token * wanted + tile * rows, rows)
+                for ref, part in (
+                    (o_ref.at[out, pl.ds(0, _KEPT)], whole),
+                    (o_ref.at[out, pl.ds(_KEPT, _ROTARY)], frame),
+                ):
+                    _mosaic.store(ref, plgpu.layout_cast(jnp.zeros(part.shape, dtype), part.numbers))
 
-        @pl.when(part == parts - 1)
+        @pl.when(inserts)
         def _():
-            insert(every, kv_ref, table_ref, positions_ref, slots_ref, cache_ref)
+            # beyond the last token it is done again
+            block = [
+                jnp.minimum(group * tokens + i, N - 1) if N % tokens else group * tokens + i for i in range(tokens)
+            ]
+            insert(block, kv_ref, table_ref, positions_ref, slots_ref, cache_ref)
 
     launch = plgpu.kernel(
         body,
@@ -173,8 +163,6 @@ def qnorm_rope_kv_insert(*, config: Config, q, kv, positions, cos_sin, cache, sl
         grid=(parts, pl.cdiv(N, tokens)),
         grid_names=("part", "group"),
         kernel_name="qnorm_rope_kv_insert",
-        # no thread reads what it writes
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.in_turn),
     )
     read = q.reshape(N * given, _D), kv.reshape(N, 8, _ROTARY), cos_sin.astype(jnp.float32), positions, slots
     out = jax.ShapeDtypeStruct((N * wanted, _D), dtype)

@@ -1,4 +1,9 @@
-"""RMSNorm with FP8 quantization on Mosaic GPU: one pass over memory, see `jaxattn.ops.rms_norm_quant`."""
+"""RMSNorm with FP8 quantization on Mosaic GPU: one pass over memory, see `jaxattn.ops.rms_norm_quant`.
+
+Numbers of long rows wait for the sum of squares, and for the largest magnitude, in their own type if that has 16 bits:
+in fewer registers, but for groups, each of which leaves at once. Warps do not wait for each other around stores of such
+rows, and with a static scale their weights are loaded only after the sum.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -15,16 +20,9 @@ from pallas_kernels._plans import Plan, Rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows`: rows of one warpgroup.
-
-    With `late` weights are loaded only after the sum of squares. With `packed` numbers of 16 bits wait as such for sum
-    and largest magnitude, in fewer registers. With `free` warps do not wait for each other around stores of long rows.
-    """
+    """`rows`: rows of one warpgroup."""
 
     rows: int
-    late: bool = False
-    packed: bool = False
-    free: bool = False
 
     def __post_init__(self):
         plans.check_rows(self.rows)
@@ -42,13 +40,8 @@ def default_config(*, x, mode, group, **_) -> Config:
 
 
 def configs(*, x, mode, group, **_) -> Iterable[Config]:
-    """All legal heights; long rows in several ways."""
-    plan = _plan(x, mode, group)
-    every = [Config(rows=r) for r in plan.choices()]
-    if plan.line is None:
-        return every
-    packed = jnp.dtype(x.dtype).itemsize == 2
-    return [*every, *(Config(rows=1, late=late, packed=packed, free=True) for late in (False, True))]
+    """All legal heights."""
+    return [Config(rows=r) for r in _plan(x, mode, group).choices()]
 
 
 def found(N: int, M: int, dtype, mode: str, group: int, most: int | None = LINE_VALUES) -> Plan | str:
@@ -67,8 +60,8 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
     """Launch; arguments as prepared by `jaxattn.ops.rms_norm_quant`."""
     plan, (N, M), dtype = _plan(x, mode, group), x.shape, x.dtype
     plan.check("rms_norm_quant", config.rows)
-    if config.packed and dtype.itemsize != 2:
-        raise ValueError(f"rms_norm_quant: packed=True is for types of 16 bits, got {dtype.name}")
+    long = plan.line is not None
+    packed, late = long and mode != "group" and dtype.itemsize == 2, long and mode == "static"
     wide = [plan.view(plans.widened(a, plan.D)) for a in (x, weight, residual) if a is not None]
     arrays = [wide[0], *wide[2:]]
     number = {"static": scale, "token": upper_bound}.get(mode)
@@ -82,7 +75,7 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
         loaded = rows.load(x_ref)
         added = None if residual is None else rows.load(refs.pop(0))
         w_ref = refs.pop(0)
-        w = None if config.late else rows.load_each(w_ref)
+        w = None if late else rows.load_each(w_ref)
         s_ref = None if number is None else refs.pop(0)
         yield
         z, kept = [_frames.wide(a) for a in loaded], loaded
@@ -94,17 +87,15 @@ def rms_norm_quant(*, config: Config, x, weight, residual, eps, mode, scale, upp
             z = [a.astype(jnp.float32) for a in stored] if mode in ("none", "static") else z
             kept = stored if mode in ("none", "static") else None  # sums that are not rounded yet cannot be packed
         r = frame.spread(inverse_root(rows, z, M, eps))
-        if config.packed and kept:
+        if packed and kept:
             z = [_frames.wide(_packed_rows.held(a, frame.numbers)) for a in kept]
         w = rows.load_each(w_ref) if w is None else w
         y = [a * r for a in z]
         y = y if mode in ("none", "static") else [_codes.rounded(a, dtype) for a in y]
         y = [a * b for a, b in zip(y, w, strict=True)]
-        finish(rows, mode, y, dtype, refs, None if s_ref is None else s_ref[0], packed=config.packed)
+        finish(rows, mode, y, dtype, refs, None if s_ref is None else s_ref[0], packed=packed)
 
-    done = plans.run(
-        plan, process, arrays, types, rows=config.rows, name="rms_norm_quant", shared=shared, free=config.free
-    )
+    done = plans.run(plan, process, arrays, types, rows=config.rows, name="rms_norm_quant", shared=shared, free=True)
     out = finished(mode, N, M, done)
     out = out if residual is None else (*out, done[-1].reshape(N, plan.D)[:, :M])
     return out[0] if len(out) == 1 else out

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mosaic
 
 BLOCK = 128
 """Inputs of one step: a swizzle span of 8-bit codes."""
@@ -51,26 +51,18 @@ class Config:
     """Output features of a tile: 16, 32, 64 or 128."""
     stages: int = 6
     """Steps in flight; with 64 rows a step is two blocks of inputs."""
-    a_stages: int | None = None
-    """Steps of which activations are in flight, None: as many as of the weight, which comes from farther away."""
-    stagger: bool = False
-    """Thread blocks begin at different inputs, so that they do not all ask for the same activations at once."""
     cluster: int = 1
     """Thread blocks side by side that share the activations: 1 or 2."""
-    buffers: int = 1
-    """Pieces of a warpgroup's output that may be on their way: 1 or 2."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
 
     def __post_init__(self):
-        choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2), "buffers": (1, 2)}
+        choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.a_stages is not None and not 2 <= self.a_stages <= self.stages:
-            raise ValueError(f"a_stages must lie between 2 and stages={self.stages}, got {self.a_stages}")
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}")
 
@@ -78,11 +70,6 @@ class Config:
     def split(self) -> bool:
         """Both warpgroups take the same rows."""
         return self.rows == 64
-
-    @property
-    def a_slots(self) -> int:
-        """Slots of activations and their scales."""
-        return self.a_stages or self.stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,13 +113,6 @@ class _Plan:
         """Steps of a tile."""
         return pl.cdiv(pl.cdiv(self.M, BLOCK), self.parts)
 
-    def inputs(self, step):
-        """Which of a tile's steps along the inputs is done as step `step`."""
-        if not self.config.stagger:
-            return step
-        step = step + lax.rem(lax.axis_index("block"), i32(self.steps))
-        return jnp.where(step < self.steps, step, step - self.steps)
-
     @property
     def waves(self) -> int:
         """Groups of 64 rows of one warpgroup."""
@@ -146,8 +126,7 @@ class _Plan:
     @property
     def piece(self) -> int:
         """Columns of the output that go through shared memory together."""
-        tight = self.config.rows == 256 and self.config.buffers == 2
-        return min(self.config.features, BLOCK // self.out_dtype.itemsize // (2 if tight else 1))
+        return min(self.config.features, BLOCK // self.out_dtype.itemsize)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -192,7 +171,7 @@ def default_config(**args) -> Config:
     x = _plan(Config(), **args)
     if x.integer and not x.blocks and x.N > 512:
         return Config(rows=256, stages=4)
-    if x.blocks and not x.groups and x.F % 256 == 0 and pl.cdiv(x.N, 256) * (x.F // 128) >= 2 * _mosaic.num_sms():
+    if x.blocks and x.together % 256 == 0 and pl.cdiv(x.N, 256) * (x.F // 128) >= 2 * _mosaic.num_sms():
         return Config(rows=256, stages=4, cluster=2)
 
     def enough(rows, features):
@@ -237,16 +216,16 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     out = _inline.span(x.piece * x.out_dtype.itemsize)
     writers = 1 if c.split else 2
     scratch = {
-        "a_ring": plgpu.SMEM((c.a_slots, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
+        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
         "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
-        "tile": plgpu.SMEM((writers, c.buffers, 64, x.piece), x.out_dtype, transforms=out),
+        "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=c.stages),
     }
     if x.blocks:
-        scratch["scale_ring"] = plgpu.SMEM((c.a_slots, c.rows, SCALES), f32)
+        scratch["scale_ring"] = plgpu.SMEM((c.stages, c.rows, SCALES), f32)
     if c.split:
         scratch |= {"other": plgpu.SMEM((64, c.features), x.total)}
         scratch |= {"sent": plgpu.Barrier(), "taken": plgpu.Barrier()}
@@ -320,8 +299,8 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         plgpu.set_max_registers(24, action="decrease")
         _load(x, r, count, origin)
-        total = count * x.steps
-        for i in range(1, c.a_slots + 1):  # no block of a cluster may leave while another still signals to it
+        total = count * x.steps  # no block of a cluster may leave while another still signals to it
+        for i in range(1, c.stages + 1):
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
     @pl.when(warpgroup < 2)
@@ -349,57 +328,27 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
 
-    def weights(at, j, _, feature):
-        slot = lax.rem(at, i32(c.stages))
-        for part in range(x.parts):
-            inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-            b_slot = r.b_ring.at[slot, part]
-            plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], b_slot, r.full.at[slot])
-
-    def activations(at, j, row, feature):
-        slot, full = lax.rem(at, i32(c.a_slots)), r.full.at[lax.rem(at, i32(c.stages))]
-        mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
-        for part in range(x.parts):
-            inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-            a_slot = r.a_ring.at[slot, part, pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], a_slot, full, **share)
-        if x.blocks:
-            first = lax.div(j * x.parts, i32(SCALES)) * SCALES
-            scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
-            plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
-
-    def wait(at):
-        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[lax.rem(at, i32(c.stages))]))
-
     def tile(turn, _):
         row, feature = origin(turn)
+        mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
 
         def step(j, _):
-            at, j = turn * x.steps + j, x.inputs(j)
-            wait(at)
-            weights(at, j, row, feature)
-            activations(at, j, row, feature)
+            at = turn * x.steps + j
+            slot = lax.rem(at, i32(c.stages))
+            full = r.full.at[slot]
+            pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+            for part in range(x.parts):
+                inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
+                plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
+                plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, pl.ds(0, rows)], full, **share)
+            if x.blocks:
+                first = lax.div(j * x.parts, i32(SCALES)) * SCALES
+                scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
+                plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
 
         lax.fori_loop(0, x.steps, step, None)
 
-    total, behind = count * x.steps, c.stages - c.a_slots
-
-    def ahead(at, _):
-        """Weights of step `at`, and activations of the step that has a slot for them."""
-        wait(at)
-        late = jnp.where(at < c.stages, at, at - behind)
-
-        def place(at):
-            turn = lax.div(at, i32(x.steps))
-            return x.inputs(at - turn * x.steps), *origin(turn)
-
-        pl.when(at < total)(lambda: weights(at, *place(at)))
-        pl.when(((at < c.a_slots) | (at >= c.stages)) & (late < total))(lambda: activations(late, *place(late)))
-
-    if behind:
-        lax.fori_loop(0, total + behind, ahead, None)
-    else:
-        lax.fori_loop(0, count, tile, None)
+    lax.fori_loop(0, count, tile, None)
 
 
 def _rows(x: _Plan, warpgroup, wave: int):
@@ -408,11 +357,11 @@ def _rows(x: _Plan, warpgroup, wave: int):
 
 
 def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
-    """`begin(i, a_slot, b_slot)` starts the products of step first + i, `end(i, pending)` uses them, one step later.
+    """`begin(i, slot)` starts the products of step first + i, `end(i, pending)` uses them, one step later.
 
     So a warpgroup's tensor cores have work while it adds; `pending` groups of products may still be under way then.
     """
-    slots, a_slots = _slots(x, turn * x.steps + first, count)
+    slots = _slots(x, turn * x.steps + first, count)
 
     def finish(i, pending):
         end(i, pending)
@@ -420,23 +369,18 @@ def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
 
     for i, slot in enumerate(slots):
         plgpu.barrier_wait(r.full.at[slot])
-        begin(i, a_slots[i], slot)
+        begin(i, slot)
         if i > 0:
             finish(i - 1, x.waves)
     finish(count - 1, 0)
 
 
-def _slots(x: _Plan, first, count: int) -> tuple[list, list]:
-    """Slots of the weight and of activations of `count` steps from step `first` on."""
-
-    def ring(size):
-        slots = [lax.rem(first, i32(size))]
-        for _ in range(count - 1):
-            slots.append(jnp.where(slots[-1] == size - 1, 0, slots[-1] + 1))
-        return slots
-
-    slots = ring(x.config.stages)
-    return slots, slots if x.config.a_slots == x.config.stages else ring(x.config.a_slots)
+def _slots(x: _Plan, first, count: int) -> list:
+    """Slots of `count` steps from step `first` on."""
+    slots = [lax.rem(first, i32(x.config.stages))]
+    for _ in range(count - 1):
+        slots.append(jnp.where(slots[-1] == x.config.stages - 1, 0, slots[-1] + 1))
+    return slots
 
 
 def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
@@ -446,17 +390,17 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     scale_row, last = x.scale_row(feature), pl.cdiv(x.M, BLOCK) - 1
 
     def b_scales(j, count):
-        return tuple(r.b_scale[scale_row, jnp.minimum(x.inputs(j + i) * x.parts + part, last)] for i in range(count))
+        return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
 
     def multiply_ahead(j, sums, scales):
         sums, started, used = list(sums), {}, {}
 
-        def begin(i, a_slot, b_slot):
+        def begin(i, slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                column = lax.rem(x.inputs(j + i) * x.parts + part, i32(SCALES))
-                scale = _inline.load_column(r.scale_ring.at[a_slot, rows], column) * scales[i]
-                a, b = r.a_ring.at[a_slot, part, rows], r.b_ring.at[b_slot, part]
+                column = lax.rem((j + i) * x.parts + part, i32(SCALES))
+                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
+                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
                 started[i, wave] = scale, _inline.start(a, b, over=used.pop((i - 2, wave), None))
 
         def end(i, pending):
@@ -472,13 +416,12 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     def multiply_waves(j, sums, scales):
         """One product at a time, all in the same registers: the other warpgroup's products fill the gaps."""
         sums, product = list(sums), None
-        for i, (slot, a_slot) in enumerate(zip(*_slots(x, turn * x.steps + j, len(scales)), strict=True)):
+        for i, slot in enumerate(_slots(x, turn * x.steps + j, len(scales))):
             plgpu.barrier_wait(r.full.at[slot])
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                product = _inline.start(r.a_ring.at[a_slot, 0, rows], r.b_ring.at[slot, 0], over=product)
-                column = lax.rem(x.inputs(j + i), i32(SCALES))
-                scale = _inline.load_column(r.scale_ring.at[a_slot, rows], column) * scales[i]
+                product = _inline.start(r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0], over=product)
+                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
                 product = _inline.settle(product, 0)
                 if wave == x.waves - 1:
                     plgpu.barrier_arrive(r.empty.at[slot])
@@ -508,13 +451,13 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
         sums: list[Any] = [None] * x.waves if before is None else list(before)
         running: list[Any] = list(sums) if x.integer else [None] * x.waves
 
-        def begin(i, a_slot, b_slot):
+        def begin(i, slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
                 old = None if i % chain == 0 and not x.integer else running[wave]
                 if old is None and i > 0:
                     finished[i - 1, wave] = running[wave]
-                a, b = r.a_ring.at[a_slot, part, rows], r.b_ring.at[b_slot, part]
+                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
                 over = used.pop((i - chain - 1, wave), None) if old is None else None
                 running[wave] = _inline.start(a, b, old, over)
 
@@ -562,15 +505,13 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> Non
 
 def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
-    columns, buffers = range(0, x.config.features, x.piece), x.config.buffers
-    pending = buffers - 1 if len(sums) * len(columns) % buffers == 0 else 0
-    for i, (wave, column) in enumerate(itertools.product(range(len(sums)), columns)):
-        first, at, piece = row + wave * 64, feature + column, tile.at[i % buffers]
+    for wave, column in itertools.product(range(len(sums)), range(0, x.config.features, x.piece)):
+        first, at = row + wave * 64, feature + column
         value = _finished(x, r, sums[wave][:, column : column + x.piece], first, at)
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        piece[...] = value.astype(x.out_dtype)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tile[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(piece, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
+        plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
 
 
 def _finished(x: _Plan, r: Any, value, row, feature):

@@ -52,8 +52,6 @@ class Config:
     """Thread blocks along the features that share the activations: 1, 2 or 4."""
     boxed: bool = False
     """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
-    stagger: bool = False
-    """Thread blocks begin at different inputs, so that they do not all ask for the same activations at once."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
 
@@ -298,14 +296,12 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
     columns = pl.ds(column, x.columns)
-    begin = lax.rem(lax.axis_index("block"), i32(x.steps)) if c.stagger else 0
 
     def step(j, _):
         at = turn * x.steps + j
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         full = r.full.at[slot]
-        j = jnp.where(j + begin < x.steps, j + begin, j + begin - x.steps) if c.stagger else j
         for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
             if source is not None:
                 tiles = pl.ds(j * x.parts, x.parts)

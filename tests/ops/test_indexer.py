@@ -111,7 +111,7 @@ def test_only_logits(rng):
     ("H", "config"),
     [
         (64, mosaic.Config(stages=2)),
-        (64, mosaic.Config(consumers=2, stages=3, together=2, copied=True)),
+        (64, mosaic.Config(consumers=2, stages=3)),
         (16, mosaic.Config(consumers=2, stages=2)),
     ],
     ids=str,
@@ -126,7 +126,7 @@ def test_every_block_takes_many_tiles_and_few_slots(H, config, rng, monkeypatch)
 
 @pytest.mark.parametrize(
     "config",
-    [mosaic.Config(stages=2, chunk=4), mosaic.Config(consumers=2, stages=4, chunk=8, together=4, copied=True)],
+    [mosaic.Config(stages=2, chunk=4), mosaic.Config(consumers=2, stages=4, chunk=8)],
     ids=str,
 )
 def test_paged_tiles_are_chunks_of_a_request(config, rng, monkeypatch):
@@ -173,8 +173,6 @@ def test_tensor_cores_stay_within_the_rule(rng):
         ({"consumers": 4}, "consumers must be 2 or 3, got 4"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"stages": 1}, "stages must lie between 2 and 8, got 1"),
-        ({"together": 3}, "together must be 1, 2 or 4, got 3"),
-        ({"together": 2}, "together=2 needs as many stages and two consumers, got stages=4 and consumers=3"),
     ],
 )
 def test_wrong_configs(options, message):

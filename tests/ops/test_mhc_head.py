@@ -47,12 +47,3 @@ def test_the_kernel_may_begin_with_the_columns_read_last(rng):
     differ = a != b  # sums of other order, then one rounding
     assert 100 * differ.sum() < differ.size
     assert (np.abs(a - b) <= 2.0**-7 * np.abs(args["residual"].astype(np.float32)).sum(1)).all()
-
-
-def test_tokens_in_ranges_are_the_same(rng):
-    """To the bit; the second range has two tokens."""
-    args = make_inputs(rng, 66, 256)
-    with _mosaic.interpret():
-        configs = (Config(rows=64, splits=1, stages=2, parts=n) for n in (1, 2))
-        a, b = (mhc_head(**args, implementation="mosaic", config=config) for config in configs)
-    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))

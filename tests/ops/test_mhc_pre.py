@@ -119,24 +119,11 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
             assert 100 * differ.sum() < differ.size
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["alone", "fused"])
-def test_tokens_in_ranges_are_the_same(fused, rng):
-    """To the bit; the second range has two tokens."""
-    args = make_inputs(rng, 66, 256, fused=fused)
-    with _mosaic.interpret():
-        configs = (Config(rows=64, splits=1, stages=2, parts=n) for n in (1, 3))
-        found = [mhc_pre(**args, implementation="mosaic", config=config) for config in configs]
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
 def test_wrong_configurations(rng):
     with pytest.raises(ValueError, match=r"^splits must be 1, 2, 4, 8 or 16, got 3$"):
         Config(splits=3)
     with pytest.raises(ValueError, match=r"^stages must be at least 2, got 1$"):
         Config(stages=1)
-    with pytest.raises(ValueError, match=r"^parts must be at least 1, got 0$"):
-        Config(parts=0)
     with (
         _mosaic.interpret(),
         pytest.raises(ValueError, match=r"^mhc_pre: splits=16, stages=4 are not legal for 4 streams of 256"),

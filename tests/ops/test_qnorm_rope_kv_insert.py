@@ -68,9 +68,7 @@ def test_wrong_calls(changes, message):
         qnorm_rope_kv_insert(**args | changes)
 
 
-@pytest.mark.parametrize(
-    "config", [None, Config(rows=16, tokens=2, packed=True), Config(rows=16, tokens=4, in_turn=True)]
-)
+@pytest.mark.parametrize("config", [None, Config(rows=16, tokens=2, packed=True), Config(rows=16, tokens=4)])
 def test_the_kernel_at_the_edges(config, rng):
     """Positions and slots outside, padded heads, and no other byte of the cache."""
     args = make_inputs(rng, 5, 3, page=2, pages=4, heads=16, skipped=0.0)

@@ -105,17 +105,11 @@ def test_wrong_calls(changes, error, message):
 @pytest.mark.parametrize("mode", ["token", "static", "none", "group"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_rows_of_the_kernel_come_in_any_way(mode, residual, rng):
-    """Three rows of several pieces, one or two a warpgroup, packed or not: the same to the bit."""
+    """Three rows of several pieces, one or two a warpgroup: the same to the bit."""
     scale = {"scale": np.float32(0.03)} if mode == "static" else {}
     args = make_inputs(rng, 3, 1280, mode=mode, residual=residual, **scale)
     with _mosaic.interpret():
-        configs = Config(rows=1), Config(rows=2, late=True, packed=True, free=True)
+        configs = Config(rows=1), Config(rows=2)
         found = [jax.tree.leaves(rms_norm_quant(**args, implementation="mosaic", config=c)) for c in configs]
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def test_numbers_of_32_bits_cannot_be_packed(rng):
-    with _mosaic.interpret(), pytest.raises(ValueError, match="packed=True is for types of 16 bits, got float32"):
-        args = make_inputs(rng, 2, 1280, dtype="float32")
-        rms_norm_quant(**args, implementation="mosaic", config=Config(rows=1, packed=True))

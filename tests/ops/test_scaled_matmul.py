@@ -50,11 +50,9 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
-    "split-ahead": Config(rows=64, features=32, stages=4, a_stages=2),
-    "split-stagger": Config(rows=64, features=32, stages=5, a_stages=3, stagger=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
-    "rows-256": Config(rows=256, features=64, stages=3, buffers=2),
+    "rows-256": Config(rows=256, features=64, stages=3),
 }
 SHAPE = (133, 1168, 128)
 """Ragged rows and inputs; 10 blocks of inputs, so that rings turn over and steps are left over."""
@@ -124,7 +122,6 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"features": 8}, "features must be 16, 32, 64 or 128, got 8"),
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
-        ({"stages": 4, "a_stages": 5}, "a_stages must lie between 2 and stages=4, got 5"),
         ({"width": 0}, "width must be at least 1, got 0"),
     ],
 )

@@ -107,7 +107,6 @@ CONFIGS = {
     "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
     "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
-    "split-2-stagger": Config(tokens=8, warpgroups=2, split=True, stages=3, stagger=True),
     "split-2-boxed": Config(tokens=32, warpgroups=2, split=True, stages=2, boxed=True),
     "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
 }
