@@ -30,7 +30,7 @@ from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _tiles as tiles_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -44,6 +44,8 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
     """
     if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
+    if x.dynamic:
+        inputs = inputs | {"taken": jax.new_ref(jnp.zeros(1, i32))}
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
@@ -114,7 +116,17 @@ def _block(x: Plan, r: Any) -> None:
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(producing, action="decrease")
-        tiles, steps = lax.fori_loop(0, turns, functools.partial(_produce, x, r, cta), (i32(0), i32(0)))
+        produce = functools.partial(_produce, x, r)
+        if x.dynamic:
+            tiles, steps, _ = lax.while_loop(
+                lambda state: state[2] < x.slots * x.chunks,
+                lambda state: (*produce(state[2], state[:2]), tiles_of.take(x, r)),
+                (i32(0), i32(0), jnp.asarray(cta, i32)),
+            )
+        else:
+            tiles, steps = lax.fori_loop(
+                0, turns, lambda n, counts: produce(tiles_of.number_of(x, n, cta), counts), (i32(0), i32(0))
+            )
         at = tiles & (TOLD - 1)
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
@@ -134,13 +146,13 @@ def _block(x: Plan, r: Any) -> None:
 
 
 # ---------------------------------------------------------------- producer
-def _produce(x: Plan, r: Any, cta, turn, counts):
-    """Find a tile, tell the consumers if there is one, fetch its data; `counts` are those of earlier tiles and blocks.
+def _produce(x: Plan, r: Any, number, counts):
+    """Find tile `number`, tell the consumers if there is one, fetch its data; `counts`: earlier tiles and blocks.
 
     What is told stays valid while `TOLD - 1` more tiles are found: q's memory is free for the next tile only when all
     consumers are done with the one `q_stages` before.
     """
-    found = tiles_of.locate(x, r, tiles_of.number_of(x, turn, cta))
+    found = tiles_of.locate(x, r, number)
 
     def tell(counts):
         tiles, steps = counts

@@ -45,6 +45,8 @@ class Config:
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
     rescale_first: bool = False
     """o is rescaled between a block's maxima and its exponentials, among which the multiplications are hidden."""
+    dynamic: bool = False
+    """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
     slack: int | None = None
     """How far, in powers of two, scores may exceed the running maximum before o is rescaled; warps none of whose rows
     does so skip that. None rescales always."""
@@ -150,6 +152,11 @@ class Plan:
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer; which ptxas gets by on without spills is chance."""
         return {1: (40, 240), 2: (56, 224), 3: (32, 160)}[self.config.consumers]
+
+    @property
+    def dynamic(self) -> bool:
+        """Tiles are counted in global memory, as they are taken; the interpreter has no atomics."""
+        return self.config.dynamic and not self.interpreted
 
     @property
     def grid(self) -> int:
@@ -277,6 +284,8 @@ def scratch(x: Plan) -> dict[str, Any]:
     }
     if x.page is not None:
         out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
+    if c.dynamic:
+        out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
     if c.consumers > 1:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
     return out
