@@ -358,42 +358,32 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
-    def turn():
-        return warpgroup if c.early_checks else warpgroup + t.zero
-
     def wait_turn():
         if c.consumers > 1:
-            plgpu.barrier_wait(r.turn.at[turn()])
+            plgpu.barrier_wait(r.turn.at[warpgroup])
 
     def pass_turn():
         if c.consumers > 1:
-            following = turn() + 1
+            following = warpgroup + 1
             plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
 
     def is_plain(start):
         return (start >= t.plain_low) & (start <= t.plain_high)
 
     def maxima(s, m, start, plain):
-        """Scores of the block from key `start` on as the softmax takes them, and the rows' maxima so far."""
+        """Scores of the block from key `start` on as the softmax takes them, and what it subtracts: the rows' maxima,
+        or what was subtracted before if that is not exceeded by more than `slack`; each row decides for itself."""
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
-        of_lanes = lanes.folded(s, jnp.max, x.interpreted) if c.lane_sums else s
-        peak = jnp.max(of_lanes, axis=1) * sharp
-        return s, jnp.where(peak > m + c.slack, peak, m) if c.slack else jnp.maximum(m, peak)
-
-    def rescaled(o, alpha):
-        if c.slack is None or x.interpreted:
-            return o * softmax.across(alpha, o)
-        return lanes.rescaled(o, alpha)
+        peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
+        return s, jnp.where(peak - m > c.slack, peak, m)
 
     def weights(s, m, m_new, total):
-        """Sums and P."""
+        """Sums, and P."""
         p = jnp.exp2(s * sharp - softmax.across(m_new, s))
-        alpha = jnp.exp2(m - m_new)
-        if c.lane_sums:
-            return total * softmax.across(alpha, total) + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
-        return total * alpha + jnp.sum(p, axis=1), p.astype(x.dtype)
+        alpha = softmax.across(jnp.exp2(m - m_new), total)
+        return total * alpha + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
 
     def scores(at):
         """Q K^T alone."""
@@ -424,39 +414,29 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
             plgpu.barrier_arrive(r.v_free.at[before])
-            return m_new, total, rescaled(o, jnp.exp2(m - m_new)), p, at, start
-
-        def product_done(o):
-            values_there(at, early=True)
-            plgpu.wgmma_wait(0)
-            o = lax.optimization_barrier(o)
-            plgpu.barrier_arrive(r.v_free.at[before])
-            return o
+            return m_new, total, lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted), p, at, start
 
         plgpu.barrier_wait(r.k_bar.at[at])
         values_there(before, early=False)
         wait_turn()
         s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
         pass_turn()
-        plain = is_plain(start) if c.early_checks else None
+        plain = is_plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
         plgpu.barrier_arrive(r.k_free.at[at])
-        s, m_new = maxima(s, m, start, is_plain(start) if plain is None else plain)
-        if c.rescale_first:
-            o = product_done(o)
-            o = rescaled(o, jnp.exp2(m - m_new))
+        s, m_new = maxima(s, m, start, plain)
+        values_there(at, early=True)
+        plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
+        o = lax.optimization_barrier(o)
+        plgpu.barrier_arrive(r.v_free.at[before])
+        o = lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted)
         total, p = weights(s, m, m_new, total)
-        if not c.rescale_first:
-            o = product_done(o)
-            o = rescaled(o, jnp.exp2(m - m_new))
         return m_new, total, o, p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
-    m, total, (o,) = softmax.start(ROWS, (x.Dv,))
+    m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
     start = t.start
-    if c.lane_sums:
-        total = plgpu.layout_cast(jnp.zeros((ROWS, lanes.LANE), f32), ACC)
     s, m_new = maxima(scores(first), m, start, is_plain(start))
     total, p = weights(s, m, m_new, total)
     m = m_new
@@ -468,9 +448,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
-    if c.lane_sums:
-        total = jnp.sum(total, axis=1)
-    _finish(x, r, t, warpgroup, (m, total, (o,)))
+    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)))
 
 
 def _visible(x: Plan, t: Any, warpgroup, start):

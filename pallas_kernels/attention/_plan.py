@@ -43,17 +43,11 @@ class Config:
     """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
     pages_at_once: int = 1
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
-    rescale_first: bool = False
-    """o is rescaled between a block's maxima and its exponentials, among which the multiplications are hidden."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
-    slack: int | None = None
-    """How far, in powers of two, scores may exceed the running maximum before o is rescaled; warps none of whose rows
-    does so skip that. None rescales always."""
-    lane_sums: bool = False
-    """Maxima and sums over each thread's own columns first; the sums of four threads are added once a tile."""
-    early_checks: bool = False
-    """What tells whether a block is masked is read while its scores are computed, and turns without a detour."""
+    slack: int = 8
+    """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
+    running maximum."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -66,8 +60,8 @@ class Config:
             raise ValueError(f"q_stages must be 1, or 2 without share_o, got {self.q_stages}")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
-        if self.slack is not None and not 0 <= self.slack <= 8:
-            raise ValueError(f"slack must be None or lie between 0 and 8, got {self.slack}")
+        if not 0 <= self.slack <= 8:
+            raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
         rows = ROWS * self.consumers
         if self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
             raise ValueError(

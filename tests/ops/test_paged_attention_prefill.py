@@ -23,7 +23,7 @@ WAYS = {
     "two-pages": {"pages_at_once": 2},
     "four-pages": {"pages_at_once": 4},
     "two-q": {"q_stages": 2},
-    "lanes": {"lane_sums": True, "rescale_first": True, "early_checks": True, "slack": 4},
+    "exact": {"slack": 0},
     "both": {"q_stages": 2, "pages_at_once": 4, "num_stages": 3},
 }
 
@@ -82,7 +82,7 @@ def test_a_second_q_changes_no_bit(rng, few_sms):
     [
         ({"q_stages": 3}, "q_stages must be 1, or 2 without share_o, got 3"),
         ({"q_stages": 2, "share_o": True}, "q_stages must be 1, or 2 without share_o, got 2"),
-        ({"slack": 9}, "slack must be None or lie between 0 and 8, got 9"),
+        ({"slack": 9}, "slack must lie between 0 and 8, got 9"),
         ({"pages_at_once": 3}, "pages_at_once must be 1, 2 or 4, got 3"),
     ],
 )
