@@ -45,7 +45,7 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
     if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
     if x.dynamic:
-        inputs = inputs | {"taken": jax.new_ref(jnp.zeros(1, i32))}
+        inputs = tiles_of.unmapped(inputs) | {"taken": jax.new_ref(jnp.zeros(1, i32))}
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -88,6 +89,19 @@ def number_of(x: Plan, turn, cta):
     """The tile of a thread block's turn: there and back again, so that long tiles first means equal shares."""
     there = turn & 1 == 0
     return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
+
+
+@jax.custom_batching.custom_vmap
+def unmapped(inputs: dict[str, Any]):
+    """The inputs; an error under vmap, whose launches would count their tiles together."""
+    return inputs
+
+
+@unmapped.def_vmap
+def _(*_):
+    raise ValueError(
+        "attention: dynamic=True counts the tiles of one launch and cannot run under vmap; use False there"
+    )
 
 
 def take(x: Plan, r: Any):
