@@ -372,7 +372,8 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
 
     def maxima(s, m, start, plain):
         """Scores of the block from key `start` on as the softmax takes them, and what it subtracts: the rows' maxima,
-        or what was subtracted before if that is not exceeded by more than `slack`; each row decides for itself."""
+        or what was subtracted before if that is not exceeded by more than `slack`; each row decides for itself.
+        """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)

@@ -211,7 +211,7 @@ LAGGING = mosaic.Config(consumers=1, block_g=4, block_kv=BLOCK)
 
 
 def rising(rng, step, dtype="bfloat16", **options):
-    """Four sequences whose scores rise by `step` powers of two a block of keys, in the order in which blocks are walked.
+    """Four sequences whose scores rise by `step` powers of two a block of keys, in the order blocks are walked in.
 
     Heads differ in the factor of that step, queries in its sign; two queries see no key, sequences may have no query.
     """
@@ -232,7 +232,7 @@ def rising(rng, step, dtype="bfloat16", **options):
     ("step", "dtype"), [(7.99, "float16"), (8.01, "float16"), (3.99, "bfloat16"), (300.0, "bfloat16")]
 )
 def test_maxima_that_rise_with_every_block(step, dtype, rng):
-    """By a little less or more than o is rescaled for, and as far as weights vanish; sinks without and with all weight."""
+    """By a little less or more than o is rescaled for, and until weights vanish; sinks without and with all weight."""
     sinks = jnp.asarray([-jnp.inf, 3.0, jnp.inf, 0.0], jnp.float32)
     check(rising(rng, step, dtype, sinks=sinks), LAGGING)
 
