@@ -28,7 +28,7 @@ from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _tiles as tiles_of
-from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
+from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
 OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken")
 """References that a kernel may do without."""
@@ -209,6 +209,9 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     def fetch(source, ring, full, i):
         start = t.start - i * block_kv
         size = block_kv // x.copies
+        if x.by_warps:
+            fetch_by_warps(source, ring, full, i, start, size)
+            return
         if x.config.pages_at_once > 1:
             fetch_pages(source, ring, full, i, start, size)
             return
@@ -237,6 +240,25 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             numbers = [r.numbers[i & 1, n * count + k] for k in range(count)]
             for k, number in enumerate(numbers):
                 rows = pl.ds(pl.multiple_of((n * count + k) * size, size), size)
+                for piece in range(ring.shape[0]):
+                    part = source.at[number, pl.ds(offset, size), kv_head, pl.ds(piece * PIECE, PIECE)]
+                    plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+
+    def fetch_by_warps(source, ring, full, i, start, size):
+        assert x.page is not None
+        offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
+        kv_head = _split(t.chunk, x.chunks // x.K)[0]
+
+        numbers = [r.numbers[i & 1, n] for n in range(x.copies)]  # warps read no memory
+
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _():
+            warp = lax.axis_index("warp")
+            for first in range(0, x.copies, WARPS):
+                place, number = first + warp, numbers[first]
+                for n in range(1, WARPS):
+                    number = lax.select(warp == n, numbers[first + n], number)
+                rows = pl.ds(place * size, size)
                 for piece in range(ring.shape[0]):
                     part = source.at[number, pl.ds(offset, size), kv_head, pl.ds(piece * PIECE, PIECE)]
                     plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)

@@ -20,6 +20,8 @@ L2_BYTES = 32 << 20
 """Keys and values that tiles running at the same time may spread over, to find them in the 50 MB of L2."""
 TOLD = 4
 """Tiles that the producer may tell of before the first is forgotten."""
+WARPS = 4
+"""Warps of a warpgroup."""
 FAR = 2**30
 """Any window beyond is none."""
 
@@ -43,6 +45,8 @@ class Config:
     """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
     pages_at_once: int = 1
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
+    by_warps: bool = False
+    """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
     slack: int = 8
@@ -148,6 +152,10 @@ class Plan:
         return {1: (40, 240), 2: (56, 224), 3: (32, 160)}[self.config.consumers]
 
     @property
+    def by_warps(self) -> bool:
+        return self.config.by_warps and not self.interpreted
+
+    @property
     def dynamic(self) -> bool:
         """Tiles are counted in global memory, as they are taken; the interpreter has no atomics."""
         return self.config.dynamic and not self.interpreted
@@ -164,6 +172,8 @@ def illegal(x: Plan) -> str | None:
         return f"block_g must divide the {x.H // x.K} query heads of a KV head, got {c.block_g}"
     if x.copies % c.pages_at_once:
         return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
+    if c.by_warps and x.copies % WARPS:
+        return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
     if c.share_o and x.Dv > x.D:
         return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
     most = 64 if x.Dv == 256 else 128 if x.Dv > 64 else 192

@@ -95,6 +95,8 @@ def test_what_does_not_divide_a_block(rng):
     args = MECHANISM.prepare(**make_inputs(rng, (40,), (40,), page=64))
     with pytest.raises(ValueError, match=r"pages_at_once must divide the 1 pages of a block, got 2$"):
         prefill.paged_attention(**args, config=prefill.Config(block_kv=64, pages_at_once=2))
+    with pytest.raises(ValueError, match=r"by_warps needs a multiple of 4 pages of a block, got 1$"):
+        prefill.paged_attention(**args, config=prefill.Config(block_kv=64, by_warps=True))
 
 
 def struct(page, window, rows=4096, D=64):
