@@ -28,9 +28,9 @@ from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _tiles as tiles_of
-from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, Plan, scratch
+from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -44,6 +44,8 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
     """
     if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
+    if x.dynamic:
+        inputs = tiles_of.unmapped(inputs) | {"taken": jax.new_ref(jnp.zeros(1, i32))}
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
@@ -114,7 +116,17 @@ def _block(x: Plan, r: Any) -> None:
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(producing, action="decrease")
-        tiles, steps = lax.fori_loop(0, turns, functools.partial(_produce, x, r, cta), (i32(0), i32(0)))
+        produce = functools.partial(_produce, x, r)
+        if x.dynamic:
+            tiles, steps, _ = lax.while_loop(
+                lambda state: state[2] < x.slots * x.chunks,
+                lambda state: (*produce(state[2], state[:2]), tiles_of.take(x, r)),
+                (i32(0), i32(0), jnp.asarray(cta, i32)),
+            )
+        else:
+            tiles, steps = lax.fori_loop(
+                0, turns, lambda n, counts: produce(tiles_of.number_of(x, n, cta), counts), (i32(0), i32(0))
+            )
         at = tiles & (TOLD - 1)
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
@@ -134,13 +146,13 @@ def _block(x: Plan, r: Any) -> None:
 
 
 # ---------------------------------------------------------------- producer
-def _produce(x: Plan, r: Any, cta, turn, counts):
-    """Find a tile, tell the consumers if there is one, fetch its data; `counts` are those of earlier tiles and blocks.
+def _produce(x: Plan, r: Any, number, counts):
+    """Find tile `number`, tell the consumers if there is one, fetch its data; `counts`: earlier tiles and blocks.
 
     What is told stays valid while `TOLD - 1` more tiles are found: q's memory is free for the next tile only when all
     consumers are done with the one `q_stages` before.
     """
-    found = tiles_of.locate(x, r, tiles_of.number_of(x, turn, cta))
+    found = tiles_of.locate(x, r, number)
 
     def tell(counts):
         tiles, steps = counts
@@ -197,6 +209,9 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     def fetch(source, ring, full, i):
         start = t.start - i * block_kv
         size = block_kv // x.copies
+        if x.by_warps:
+            fetch_by_warps(source, ring, full, i, start, size)
+            return
         if x.config.pages_at_once > 1:
             fetch_pages(source, ring, full, i, start, size)
             return
@@ -225,6 +240,25 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             numbers = [r.numbers[i & 1, n * count + k] for k in range(count)]
             for k, number in enumerate(numbers):
                 rows = pl.ds(pl.multiple_of((n * count + k) * size, size), size)
+                for piece in range(ring.shape[0]):
+                    part = source.at[number, pl.ds(offset, size), kv_head, pl.ds(piece * PIECE, PIECE)]
+                    plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+
+    def fetch_by_warps(source, ring, full, i, start, size):
+        assert x.page is not None
+        offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
+        kv_head = _split(t.chunk, x.chunks // x.K)[0]
+
+        numbers = [r.numbers[i & 1, n] for n in range(x.copies)]  # warps read no memory
+
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _():
+            warp = lax.axis_index("warp")
+            for first in range(0, x.copies, WARPS):
+                place, number = first + warp, numbers[first]
+                for n in range(1, WARPS):
+                    number = lax.select(warp == n, numbers[first + n], number)
+                rows = pl.ds(place * size, size)
                 for piece in range(ring.shape[0]):
                     part = source.at[number, pl.ds(offset, size), kv_head, pl.ds(piece * PIECE, PIECE)]
                     plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
@@ -346,42 +380,33 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
-    def turn():
-        return warpgroup if c.early_checks else warpgroup + t.zero
-
     def wait_turn():
         if c.consumers > 1:
-            plgpu.barrier_wait(r.turn.at[turn()])
+            plgpu.barrier_wait(r.turn.at[warpgroup])
 
     def pass_turn():
         if c.consumers > 1:
-            following = turn() + 1
+            following = warpgroup + 1
             plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
 
     def is_plain(start):
         return (start >= t.plain_low) & (start <= t.plain_high)
 
     def maxima(s, m, start, plain):
-        """Scores of the block from key `start` on as the softmax takes them, and the rows' maxima so far."""
+        """Scores of the block from key `start` on as the softmax takes them, and what it subtracts: the rows' maxima,
+        or what was subtracted before if that is not exceeded by more than `slack`; each row decides for itself.
+        """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
         s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
-        of_lanes = lanes.folded(s, jnp.max, x.interpreted) if c.lane_sums else s
-        peak = jnp.max(of_lanes, axis=1) * sharp
-        return s, jnp.where(peak > m + c.slack, peak, m) if c.slack else jnp.maximum(m, peak)
-
-    def rescaled(o, alpha):
-        if c.slack is None or x.interpreted:
-            return o * softmax.across(alpha, o)
-        return lanes.rescaled(o, alpha)
+        peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
+        return s, jnp.where(peak - m > c.slack, peak, m)
 
     def weights(s, m, m_new, total):
-        """Sums and P."""
+        """Sums, and P."""
         p = jnp.exp2(s * sharp - softmax.across(m_new, s))
-        alpha = jnp.exp2(m - m_new)
-        if c.lane_sums:
-            return total * softmax.across(alpha, total) + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
-        return total * alpha + jnp.sum(p, axis=1), p.astype(x.dtype)
+        alpha = softmax.across(jnp.exp2(m - m_new), total)
+        return total * alpha + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
 
     def scores(at):
         """Q K^T alone."""
@@ -412,39 +437,29 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
             plgpu.barrier_arrive(r.v_free.at[before])
-            return m_new, total, rescaled(o, jnp.exp2(m - m_new)), p, at, start
-
-        def product_done(o):
-            values_there(at, early=True)
-            plgpu.wgmma_wait(0)
-            o = lax.optimization_barrier(o)
-            plgpu.barrier_arrive(r.v_free.at[before])
-            return o
+            return m_new, total, lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted), p, at, start
 
         plgpu.barrier_wait(r.k_bar.at[at])
         values_there(before, early=False)
         wait_turn()
         s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
         pass_turn()
-        plain = is_plain(start) if c.early_checks else None
+        plain = is_plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
         plgpu.barrier_arrive(r.k_free.at[at])
-        s, m_new = maxima(s, m, start, is_plain(start) if plain is None else plain)
-        if c.rescale_first:
-            o = product_done(o)
-            o = rescaled(o, jnp.exp2(m - m_new))
+        s, m_new = maxima(s, m, start, plain)
+        values_there(at, early=True)
+        plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
+        o = lax.optimization_barrier(o)
+        plgpu.barrier_arrive(r.v_free.at[before])
+        o = lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted)
         total, p = weights(s, m, m_new, total)
-        if not c.rescale_first:
-            o = product_done(o)
-            o = rescaled(o, jnp.exp2(m - m_new))
         return m_new, total, o, p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
-    m, total, (o,) = softmax.start(ROWS, (x.Dv,))
+    m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
     start = t.start
-    if c.lane_sums:
-        total = plgpu.layout_cast(jnp.zeros((ROWS, lanes.LANE), f32), ACC)
     s, m_new = maxima(scores(first), m, start, is_plain(start))
     total, p = weights(s, m, m_new, total)
     m = m_new
@@ -456,9 +471,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
-    if c.lane_sums:
-        total = jnp.sum(total, axis=1)
-    _finish(x, r, t, warpgroup, (m, total, (o,)))
+    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)))
 
 
 def _visible(x: Plan, t: Any, warpgroup, start):

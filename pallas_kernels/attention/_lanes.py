@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import arith, ir, vector
-from pallas_kernels._online_softmax import ACC
+from pallas_kernels._online_softmax import ACC, across
 
 LANE = 8
 """Columns of a core matrix: every thread holds two of them in each of its rows."""
@@ -35,8 +35,10 @@ def folded(s, reduction, interpreted: bool):
     return inline(fold)(s)
 
 
-def rescaled(o, alpha):
-    """O * alpha, [rows, columns] by [rows]; warps whose rows all have alpha = 1 skip it. Compiled only."""
+def rescaled(o, alpha, interpreted: bool):
+    """O * alpha, [rows, columns] by [rows]; warps whose rows all have alpha = 1 skip it, which changes no bit."""
+    if interpreted:
+        return o * across(alpha, o)
 
     def rescale(context, o, alpha):
         del context

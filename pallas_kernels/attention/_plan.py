@@ -20,6 +20,8 @@ L2_BYTES = 32 << 20
 """Keys and values that tiles running at the same time may spread over, to find them in the 50 MB of L2."""
 TOLD = 4
 """Tiles that the producer may tell of before the first is forgotten."""
+WARPS = 4
+"""Warps of a warpgroup."""
 FAR = 2**30
 """Any window beyond is none."""
 
@@ -43,15 +45,13 @@ class Config:
     """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
     pages_at_once: int = 1
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
-    rescale_first: bool = False
-    """o is rescaled between a block's maxima and its exponentials, among which the multiplications are hidden."""
-    slack: int | None = None
-    """How far, in powers of two, scores may exceed the running maximum before o is rescaled; warps none of whose rows
-    does so skip that. None rescales always."""
-    lane_sums: bool = False
-    """Maxima and sums over each thread's own columns first; the sums of four threads are added once a tile."""
-    early_checks: bool = False
-    """What tells whether a block is masked is read while its scores are computed, and turns without a detour."""
+    by_warps: bool = False
+    """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
+    dynamic: bool = False
+    """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
+    slack: int = 8
+    """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
+    running maximum."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -64,8 +64,8 @@ class Config:
             raise ValueError(f"q_stages must be 1, or 2 without share_o, got {self.q_stages}")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
-        if self.slack is not None and not 0 <= self.slack <= 8:
-            raise ValueError(f"slack must be None or lie between 0 and 8, got {self.slack}")
+        if not 0 <= self.slack <= 8:
+            raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
         rows = ROWS * self.consumers
         if self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
             raise ValueError(
@@ -152,6 +152,15 @@ class Plan:
         return {1: (40, 240), 2: (56, 224), 3: (32, 160)}[self.config.consumers]
 
     @property
+    def by_warps(self) -> bool:
+        return self.config.by_warps and not self.interpreted
+
+    @property
+    def dynamic(self) -> bool:
+        """Tiles are counted in global memory, as they are taken; the interpreter has no atomics."""
+        return self.config.dynamic and not self.interpreted
+
+    @property
     def grid(self) -> int:
         return min(self.num_sms, self.slots * self.chunks)
 
@@ -163,6 +172,8 @@ def illegal(x: Plan) -> str | None:
         return f"block_g must divide the {x.H // x.K} query heads of a KV head, got {c.block_g}"
     if x.copies % c.pages_at_once:
         return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
+    if c.by_warps and x.copies % WARPS:
+        return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
     if c.share_o and x.Dv > x.D:
         return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
     most = 64 if x.Dv == 256 else 128 if x.Dv > 64 else 192
@@ -277,6 +288,8 @@ def scratch(x: Plan) -> dict[str, Any]:
     }
     if x.page is not None:
         out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
+    if c.dynamic:
+        out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
     if c.consumers > 1:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
     return out

@@ -3,9 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import ir, llvm
 from pallas_kernels.attention._plan import Plan
 
 i32 = jnp.int32
@@ -85,6 +89,37 @@ def number_of(x: Plan, turn, cta):
     """The tile of a thread block's turn: there and back again, so that long tiles first means equal shares."""
     there = turn & 1 == 0
     return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
+
+
+@jax.custom_batching.custom_vmap
+def unmapped(inputs: dict[str, Any]):
+    """The inputs; an error under vmap, whose launches would count their tiles together."""
+    return inputs
+
+
+@unmapped.def_vmap
+def _(*_):
+    raise ValueError(
+        "attention: dynamic=True counts the tiles of one launch and cannot run under vmap; use False there"
+    )
+
+
+def take(x: Plan, r: Any):
+    """The next tile that no thread block has taken; the first ones, one a thread block, are not counted."""
+
+    def count(context, taken, box):
+        del context
+        utils: Any = _mosaic.gpu_utils
+        utils.warpgroup_barrier()  # all have read the last one
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            one = _mosaic.gpu.c(1, ir.IntegerType.get_signless(32))
+            old = llvm.atomicrmw(llvm.AtomicBinOp.add, utils.memref_ptr(taken), one, llvm.AtomicOrdering.monotonic)
+            utils.memref.store(old, box, [_mosaic.gpu.c(0, ir.IndexType.get())])
+        utils.warpgroup_barrier()
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    inline(count)(r.taken, r.next_tile)
+    return x.grid + r.next_tile[0]
 
 
 def locate(x: Plan, r: Any, number) -> Tile:

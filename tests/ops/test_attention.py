@@ -192,12 +192,78 @@ def test_keys_in_pages_give_the_same(implementation, rng):
 def test_every_way_to_cut_tiles_gives_the_same(config, rng):
     heads = min(16, 2 * config.block_g)  # two groups of heads, or all in one
     args = make_inputs(rng, (5, 70), (9, 140), H=heads, K=1, sinks=True, window=100, return_lse=True)
+    check(args, config)
+
+
+def check(args, config):
+    """The contract of o and lse."""
     truth, same = (execution.reference(MECHANISM, args, wide=wide) for wide in (True, False))
     got: dict[str, Any] = dict(zip(("o", "lse"), run("mosaic", args, config=config), strict=True))
     for name, spec in cases.find("attention").outputs.items():
         sides = {"reference": same[name], "kernel": got[name]}
         verdict = triangle.edge(spec, "reference_vs_kernel", truth[name], sides, details=False)
         assert verdict.passed, f"{name}: {verdict.reason}"
+
+
+# ---------------------------------------------------------------- maxima that lag
+BLOCK = 64
+LAGGING = mosaic.Config(consumers=1, block_g=4, block_kv=BLOCK)
+
+
+def rising(rng, step, dtype="bfloat16", **options):
+    """Four sequences whose scores rise by `step` powers of two a block of keys, in the order blocks are walked in.
+
+    Heads differ in the factor of that step, queries in its sign; two queries see no key, sequences may have no query.
+    """
+    queries, keys = (20, 5, 0, 9), (200, 3, 70, 64)
+    args = make_inputs(rng, queries, keys, H=4, K=1, D=D, dtype=dtype, return_lse=True)
+    end = np.repeat(np.cumsum(keys), keys)
+    q, k = np.zeros((sum(queries), 4, D), np.float32), np.zeros((sum(keys), 1, D), np.float32)
+    q[..., 0] = np.where(np.arange(sum(queries)) % 5 == 4, -1, 1)[:, None] * np.float32([1, 0.5, 2, 0])
+    k[:, 0, 0] = (end - 1 - np.arange(sum(keys))) // BLOCK
+    k[:, 0, 1:] = rng.standard_normal((sum(keys), D - 1)) / 8
+    q[..., 1:] = rng.standard_normal((sum(queries), 4, D - 1)) / 8
+    v = rng.standard_normal((sum(keys), 1, D)) * (1 if dtype == "bfloat16" else 3e4)
+    arrays = {"q": q, "k": k, "v": np.clip(v, -65504, 65504)}
+    return args | {name: jnp.asarray(x, dtype) for name, x in arrays.items()} | {"scale": step * math.log(2)} | options
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype"), [(7.99, "float16"), (8.01, "float16"), (3.99, "bfloat16"), (300.0, "bfloat16")]
+)
+def test_maxima_that_rise_with_every_block(step, dtype, rng):
+    """By a little less or more than o is rescaled for, and until weights vanish; sinks without and with all weight."""
+    sinks = jnp.asarray([-jnp.inf, 3.0, jnp.inf, 0.0], jnp.float32)
+    check(rising(rng, step, dtype, sinks=sinks), LAGGING)
+
+
+@pytest.mark.parametrize("options", [{"window": 70}, {"softcap": 9.0, "causal": False}], ids=["window", "softcap"])
+def test_maxima_that_rise_behind_a_mask(options, rng):
+    check(rising(rng, 7.99, **options), LAGGING)
+
+
+def test_a_row_does_not_depend_on_its_tile(rng):
+    """Neighbours whose maxima rise elsewhere, or nowhere, make a warp rescale o at other blocks."""
+    args = rising(rng, 7.99)
+    kept = np.arange(args["q"].shape[0]) % 7 == 3
+    q = jnp.where(jnp.asarray(kept)[:, None, None], args["q"], -3 * args["q"])
+    new, old = (run("mosaic", a, config=LAGGING) for a in (args | {"q": q}, args))
+    for a, b in zip(new, old, strict=True):
+        np.testing.assert_array_equal(bits(a[kept]), bits(b[kept]))
+
+
+def test_an_order_of_sequences_changes_no_bit(rng):
+    """Each with its own maxima, at other rows and in other thread blocks."""
+    args = rising(rng, 8.01)
+    starts = [np.asarray(args[name]) for name in ("query_start", "key_start")]
+    order = [3, 0, 2, 1]
+    of_q, of_k = (np.concatenate([np.arange(s[b], s[b + 1]) for b in order]) for s in starts)
+    q_start, k_start = (jnp.asarray(np.cumsum([0, *np.diff(s)[order]]), jnp.int32) for s in starts)
+    moved = {"q": args["q"][of_q], "k": args["k"][of_k], "v": args["v"][of_k]}
+    moved |= {"query_start": q_start, "key_start": k_start}
+    new, old = (run("mosaic", a, config=LAGGING) for a in (args | moved, args))
+    for a, b in zip(new, old, strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b[of_q]))
 
 
 def test_the_reference_has_gradients(rng):
@@ -254,6 +320,20 @@ def test_a_config_that_does_not_fit_the_shapes(options, message):
     config = dataclasses.replace(mosaic.Config(), **options)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         mosaic.attention(config=config, **MECHANISM.prepare(**SHAPES))
+
+
+def test_taking_tiles_by_a_counter_refuses_vmap():
+    q = jax.ShapeDtypeStruct((2, 64, 2, D), jnp.bfloat16)
+    start = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def one(q, start):
+        prepared = MECHANISM.prepare(q=q, k=q, v=q, query_start=start)
+        return mosaic.attention(config=mosaic.Config(dynamic=True), **prepared)
+
+    jax.eval_shape(one, jax.ShapeDtypeStruct(q.shape[1:], q.dtype), start)
+    message = "attention: dynamic=True counts the tiles of one launch and cannot run under vmap; use False there"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        jax.eval_shape(jax.vmap(one, in_axes=(0, None)), q, start)
 
 
 def test_configs_are_legal_and_hold_the_default():

@@ -23,7 +23,7 @@ WAYS = {
     "two-pages": {"pages_at_once": 2},
     "four-pages": {"pages_at_once": 4},
     "two-q": {"q_stages": 2},
-    "lanes": {"lane_sums": True, "rescale_first": True, "early_checks": True, "slack": 4},
+    "exact": {"slack": 0},
     "both": {"q_stages": 2, "pages_at_once": 4, "num_stages": 3},
 }
 
@@ -82,7 +82,7 @@ def test_a_second_q_changes_no_bit(rng, few_sms):
     [
         ({"q_stages": 3}, "q_stages must be 1, or 2 without share_o, got 3"),
         ({"q_stages": 2, "share_o": True}, "q_stages must be 1, or 2 without share_o, got 2"),
-        ({"slack": 9}, "slack must be None or lie between 0 and 8, got 9"),
+        ({"slack": 9}, "slack must lie between 0 and 8, got 9"),
         ({"pages_at_once": 3}, "pages_at_once must be 1, 2 or 4, got 3"),
     ],
 )
@@ -95,6 +95,8 @@ def test_what_does_not_divide_a_block(rng):
     args = MECHANISM.prepare(**make_inputs(rng, (40,), (40,), page=64))
     with pytest.raises(ValueError, match=r"pages_at_once must divide the 1 pages of a block, got 2$"):
         prefill.paged_attention(**args, config=prefill.Config(block_kv=64, pages_at_once=2))
+    with pytest.raises(ValueError, match=r"by_warps needs a multiple of 4 pages of a block, got 1$"):
+        prefill.paged_attention(**args, config=prefill.Config(block_kv=64, by_warps=True))
 
 
 def struct(page, window, rows=4096, D=64):
