@@ -12,7 +12,7 @@ Two paths, chosen from shapes alone (`default_config`):
 
 few tokens   every expert that is hit multiplies *all* tokens, which costs nothing beside reading its weights: no
              sorting, no copies. A row's results for experts that it did not choose are never read.
-many tokens  rows are copied in the order of their experts, each expert filled up to 64 rows; a tile has up to 128.
+many tokens  rows are copied in the order of their experts, each expert filled up to 8 rows; a tile has up to 128.
 """
 
 import dataclasses
@@ -42,6 +42,8 @@ DTYPES = ("bfloat16", "float16")
 FP8 = ("fp8_tensor", "fp8_block")
 LOWEST = -33
 """Exponent of the least scale of a block."""
+UNIT = 8
+"""Rows to a multiple of which each expert is filled up."""
 FEW = 16
 """Rows that are fetched for a tile that has no more."""
 DECODED = ("wna16", "mxfp4", "nvfp4")
@@ -53,7 +55,7 @@ WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Lay
 
 
 # ---------------------------------------------------------------- configuration and legality
-_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "block": (8, 16, 32, 64)}
+_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +72,8 @@ class Config:
     """Steps in flight."""
     spans: int = 1
     """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
-    block: int = 64
-    """Rows to a multiple of which each expert is filled up: 8, 16, 32 or 64; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
-    prefetch: int = 0
-    """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
         for name, known in _KNOWN.items():
@@ -85,8 +83,6 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 12, got {self.stages}")
         if self.shared and self.multipliers > 1:
             raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
 
 
 def why_not(*, x, w13, format, **_) -> str | None:
@@ -113,10 +109,10 @@ def default_config(*, x, w13, ids, format, **_) -> Config:
         return Config(shared=True, multipliers=1, half=64, stages=8)
     if T * ids.shape[1] <= 64 * E:  # fewer than 64 rows an expert: the second warpgroup would idle
         return Config(multipliers=1, half=wide, stages=5 if wide == 128 else 8)
-    return Config(half=wide, stages=4 if wide == 128 else 5)
+    return Config(half=wide, stages=3 if wide == 128 else 5)
 
 
-def configs(*, x, w13, format, **more) -> Iterator[Config]:
+def configs(*, x, w13, format, **_) -> Iterator[Config]:
     """Every configuration that fits the shapes and shared memory."""
     (T, M), F = x.shape, w13.shape[1] // 2
     for half in (64, 128):
@@ -130,8 +126,6 @@ def configs(*, x, w13, format, **more) -> Iterator[Config]:
                     config = Config(shared=shared, multipliers=multipliers, half=half, stages=stages)
                     if _smem_bytes(config) <= _mosaic.SMEM_BYTES:
                         yield config
-    default = default_config(x=x, w13=w13, format=format, **more)
-    yield from (dataclasses.replace(default, prefetch=steps) for steps in (4, 8, 16))
 
 
 def _smem_bytes(c: Config) -> int:
@@ -200,7 +194,7 @@ def experts(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // config.block, config.block)
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     pairs = activation == "swigluoai"
@@ -216,7 +210,6 @@ def experts(
         weight_scale=_weight_scale(format, w13_scale, scale, lambda s: _halves(s, pairs)),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
-        then=w2 if config.prefetch else None,
         out_dtype=jnp.float8_e4m3fn if encode else f32 if keep_wide else x.dtype,
     )
     codes, scale = a, encoded
@@ -405,9 +398,6 @@ def _block(x: _Plan, r: Any) -> None:
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
-    if x.act and c.prefetch:
-        pl.when(warpgroup == c.multipliers)(lambda: _prefetch(x, r, me))
-
     @pl.when(warpgroup < c.multipliers)
     def _():
         if c.multipliers > 1:
@@ -434,7 +424,7 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     c = x.config
     expert, row = r.experts[tile], _input_row(x, r, tile)
     scales = tile * x.loaded if x.tiled else row
-    few = None if c.shared or x.unit > FEW else r.filled[tile] <= FEW // x.unit
+    few = None if c.shared else r.filled[tile] <= FEW // UNIT
 
     def weight(half, inputs):
         if x.act is None:
@@ -469,18 +459,6 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
                 plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(scales, x.loaded)], where, full)
 
     lax.fori_loop(0, x.steps, step, None)
-
-
-def _prefetch(x: _Plan, r: Any, me) -> None:
-    """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across, width = pl.cdiv(r.then.shape[1], 2 * x.config.half), 2 * x.config.half
-    tile = lax.div(me, i32(across))
-
-    @pl.when(tile < r.count[0])
-    def _():
-        features = pl.ds((me - tile * across) * width, width)
-        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], x.inputs))):
-            plgpu.async_prefetch(r.then.at[r.experts[tile], features, pl.ds(k * x.inputs, x.inputs)])
 
 
 def _skip(x: _Plan, r: Any, first) -> None:

@@ -157,7 +157,7 @@ def steps_apart(a, b):
         (40, {"multipliers": 2, "half": 64, "stages": 3}, {"mapped": True}),
         (70, {"multipliers": 2, "half": 64, "stages": 3}, {"format": "fp8_block"}),
         (70, {"multipliers": 1, "half": 64, "stages": 3}, {"format": "int8"}),
-        (9, {"shared": True, "multipliers": 1, "half": 64, "prefetch": 2}, {"bias": True, "M": 192, "F": 192}),
+        (9, {"shared": True, "multipliers": 1, "half": 64}, {"bias": True, "M": 192, "F": 192}),
     ],
 )
 def test_every_path_of_the_kernel(T, config, options, rng):
@@ -232,7 +232,6 @@ def test_paths_are_chosen_from_shapes_alone():
         ({"half": 96}, "half must be 64 or 128, got 96"),
         ({"multipliers": 3}, "multipliers must be 1 or 2, got 3"),
         ({"stages": 1}, "stages must lie between 2 and 12, got 1"),
-        ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"shared": True, "multipliers": 2}, "shared rows need one warpgroup that multiplies, got multipliers=2"),
     ],
 )
