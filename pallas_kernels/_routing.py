@@ -199,4 +199,3 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         unit=block,
         size=size,
     )
-

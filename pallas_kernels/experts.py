@@ -55,7 +55,7 @@ WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Lay
 
 
 # ---------------------------------------------------------------- configuration and legality
-_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4)}
+_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "cluster": (1, 2)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ class Config:
     """Steps in flight."""
     spans: int = 1
     """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
+    cluster: int = 1
+    """Thread blocks that multiply the same rows, tiles side by side, and fetch them once: 1 or 2; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
 
@@ -83,6 +85,8 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 12, got {self.stages}")
         if self.shared and self.multipliers > 1:
             raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
+        if self.shared and self.cluster > 1:
+            raise ValueError(f"shared rows need cluster=1, got {self.cluster}")
 
 
 def why_not(*, x, w13, format, **_) -> str | None:
@@ -146,6 +150,9 @@ def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True)
         return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
         return f"half={c.half} needs F in multiples of {c.half} and M of {2 * c.half}, got F={F} and M={M}"
+    if c.cluster > 1 and (F % (c.cluster * c.half) or M % (2 * c.cluster * c.half)):
+        multiples = f"F in multiples of {c.cluster * c.half} and M of {2 * c.cluster * c.half}"
+        return f"cluster={c.cluster} and half={c.half} need {multiples}, got F={F} and M={M}"
     if c.shared and T > MOST_SHARED:
         return f"shared rows are for at most {MOST_SHARED} tokens, got T={T}"
     if (used := _smem_bytes(c)) > _mosaic.SMEM_BYTES:
@@ -341,13 +348,15 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         given = dict(zip((*inputs, *outputs), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
     out = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
+        cluster=(config.cluster,),
+        cluster_names=("member",),
         num_threads=config.multipliers + 1,
         thread_name="warpgroup",
         kernel_name="experts_up" if act else "experts_down",
@@ -369,7 +378,9 @@ def _scratch(x: _Plan) -> dict[str, Any]:
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
         "full": plgpu.Barrier(num_arrivals=(3 + x.blocks) * c.spans, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages)
+        if c.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.multipliers, num_barriers=c.stages),
     }
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
@@ -380,14 +391,14 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
-    warpgroup = lax.axis_index("warpgroup")
-    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+    warpgroup, member, across = lax.axis_index("warpgroup"), lax.axis_index("member"), x.across // c.cluster
+    count = lax.div(r.count[0] * across - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
         at = me + turn * blocks
-        tile = lax.div(at, i32(x.across))
-        return tile, at - tile * x.across, turn * x.steps
+        tile = lax.div(at, i32(across))
+        return tile, (at - tile * across) * c.cluster + member, turn * x.steps
 
     @pl.when(warpgroup == c.multipliers)
     def _():
@@ -395,7 +406,7 @@ def _block(x: _Plan, r: Any) -> None:
             plgpu.set_max_registers(40, action="decrease")
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
         total = count * x.steps
-        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
+        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use, its own or the other member's
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
     @pl.when(warpgroup < c.multipliers)
@@ -425,6 +436,7 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     expert, row = r.experts[tile], _input_row(x, r, tile)
     scales = tile * x.loaded if x.tiled else row
     few = None if c.shared else r.filled[tile] <= FEW // UNIT
+    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
 
     def weight(half, inputs):
         if x.act is None:
@@ -447,7 +459,7 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
 
             def fetch(count, i=i, span=span):
                 rows = r.rows.at[pl.ds(row, count), pl.ds(span * x.inputs, x.inputs)]
-                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full)
+                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full, **share)
 
             if few is None:
                 fetch(x.loaded)

@@ -166,6 +166,13 @@ def test_every_path_of_the_kernel(T, config, options, rng):
     assert steps_apart(kernel(args, **config), experts(**args, implementation="reference")) < 1 / 100
 
 
+@pytest.mark.parametrize(("T", "options"), [(9, {}), (70, {"format": "fp8_block"})])
+def test_thread_blocks_that_share_rows_change_no_bit(T, options, rng):
+    args = make_inputs(rng, T, 2, 3, 256, 128, **options)
+    alone, shared = (kernel(args, half=64, stages=2, cluster=cluster).view(np.int16) for cluster in (1, 2))
+    np.testing.assert_array_equal(alone, shared)
+
+
 def test_a_token_that_chose_an_expert_twice_gets_both_weights(rng):
     args = make_inputs(rng, 5, 2, 3, 128, 64)
     args["ids"] = args["ids"].at[:, 1].set(args["ids"][:, 0])
@@ -231,6 +238,8 @@ def test_paths_are_chosen_from_shapes_alone():
     [
         ({"half": 96}, "half must be 64 or 128, got 96"),
         ({"multipliers": 3}, "multipliers must be 1 or 2, got 3"),
+        ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
+        ({"shared": True, "multipliers": 1, "cluster": 2}, "shared rows need cluster=1, got 2"),
         ({"stages": 1}, "stages must lie between 2 and 12, got 1"),
         ({"shared": True, "multipliers": 2}, "shared rows need one warpgroup that multiplies, got multipliers=2"),
     ],
@@ -246,7 +255,16 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
         ({}, {"half": 128}, "half=128 needs F in multiples of 128 and M of 256, got F=64 and M=128"),
         ({"T": 65}, {"shared": True, "multipliers": 1, "half": 64}, "shared rows are for at most 64 tokens, got T=65"),
         ({}, {"half": 64, "stages": 12}, "needs .* bytes of shared memory, more than 232448; use fewer stages"),
-        ({"format": "fp8_block", "F": 128, "M": 256}, {"half": 128}, "FP8 needs half=64, got 128"),
+        (
+            {},
+            {"half": 64, "cluster": 2},
+            "cluster=2 and half=64 need F in multiples of 128 and M of 256, got F=64 and M=128",
+        ),
+        (
+            {"format": "fp8_block", "F": 256, "M": 256},
+            {"half": 128, "spans": 2, "stages": 2},
+            "FP8 with half=128 needs spans=1, got 2",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(options, config, message, rng):

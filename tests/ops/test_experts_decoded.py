@@ -99,7 +99,7 @@ def test_experts_without_tokens_are_not_read(rng):
 )
 def test_few_tokens_may_all_choose_one_expert(T, format, group, rng):
     """Tiles are for what experts get on average: one that gets all tokens takes several."""
-    args = random_inputs(rng, T, 1, 32, 64, 64, format=format, act_group=group)
+    args = random_inputs(rng, T, 1, 32, 128, 128, format=format, act_group=group)
     args["ids"] = 0 * args["ids"] + 7
     assert decoded.default_config(**MECHANISM.prepare(**args)).tokens == 8
     assert steps_apart(kernel(args), reference(args)) < 1 / 100
