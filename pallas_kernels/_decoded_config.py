@@ -11,10 +11,12 @@ from pallas_kernels import _mosaic, _nibbles
 from pallas_kernels._nibbles import FEATURES, INPUTS
 
 FORMATS = ("wna16", "mxfp4", "nvfp4")
-MOST_SHARED = 64
-"""Tokens up to which experts multiply all of them."""
+FEW_TOKENS = 64
+"""Tokens up to which FP8 codes are multiplied as such."""
 FEW = 2
 """Rows of an expert, on average, that tiles of eight are for."""
+LIGHT = 32
+"""Rows of a tile up to which reading its weight takes longer than multiplying: four warpgroups with whole lines."""
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (24, 112)}
 """Registers of a thread that loads and of one that multiplies, given the warpgroups that do; together no more than
 those that a thread block starts with, 168, 128 or 96 each, or it would wait for ever."""
@@ -26,10 +28,8 @@ MOST, MOST_EIGHT = 128, 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Path, shape of a tile and of the ring."""
+    """Shape of a tile and of the ring."""
 
-    shared: bool = False
-    """Every expert multiplies all tokens; at most `MOST_SHARED` of them."""
     tokens: int = 64
     """Rows of a tile: a multiple of 8."""
     block: int = 8
@@ -39,13 +39,12 @@ class Config:
     stages: int = 6
     """Steps in flight."""
     inputs: int = 128
-    """Of a step: 128, or 256, whose 128 bytes of a weight's row are a whole line of the L2 cache."""
+    """Of a step: 128, or 256, whose 128 bytes of a weight's row are a whole line of the L2 cache; then whoever loads
+    also fetches the scales of the next tile's weights to that cache."""
     eight: bool = False
     """Multiply FP8 codes as such."""
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
-    lookahead: bool = False
-    """The scales of the next tile's weights are fetched to the L2 cache."""
     overlap: int = 1
     """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
     together: bool = False
@@ -55,8 +54,6 @@ class Config:
 
     encoder: bool = False
     """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
-    prefetch: int = 0
-    """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
         choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "inputs": (128, 256), "overlap": (1, 2, 4)}
@@ -66,10 +63,8 @@ class Config:
         most = MOST_EIGHT if self.eight else MOST
         if self.tokens % 8 or not 8 <= self.tokens <= most:
             raise ValueError(f"tokens must be a multiple of 8 up to {most}, got {self.tokens}")
-        if not self.shared and self.tokens % self.block:
+        if self.tokens % self.block:
             raise ValueError(f"tokens must be a multiple of block={self.block}, got {self.tokens}")
-        if self.shared and self.tokens > MOST_SHARED:
-            raise ValueError(f"shared rows are at most {MOST_SHARED}, got tokens={self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
         if self.eight and self.overlap > 1:
@@ -79,8 +74,6 @@ class Config:
         if self.staged and (not self.eight or self.warpgroups % 2):
             given = f"eight={self.eight} and warpgroups={self.warpgroups}"
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -114,65 +107,45 @@ def _eights(*, format, act_group, **_) -> bool:
 
 
 def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
-    """Few tokens: FP8 codes as such, and share them, unless eight rows hold what experts get of codes.
-
-    Else the tile that multiplies the fewest rows, in bfloat16.
-    """
-    T, E = x.shape[0], w13.shape[0]
-    if T <= MOST_SHARED:
-        tokens = max(8, -(-T // 8) * 8)
-        eight = _eights(format=format, act_group=act_group)
-        if eight and T * ids.shape[1] / E <= FEW:
+    """FP8 codes as such for few tokens, else the tile that multiplies the fewest rows, in 16 bits."""
+    T, mean = x.shape[0], x.shape[0] * ids.shape[1] / w13.shape[0]
+    if T <= FEW_TOKENS and _eights(format=format, act_group=act_group):
+        tokens = min(best_rows(mean), MOST_EIGHT)
+        if tokens == 8:
             return next(_fitting(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2))
-        return next(_fitting(shared=True, tokens=tokens, eight=eight, warpgroups=2 if tokens > 32 else 4))
-    return sorted_config(T * ids.shape[1] / E)
+        return next(_fitting(tokens=tokens, eight=True, warpgroups=4 if tokens <= LIGHT else 2))
+    return sorted_config(mean)
 
 
 def sorted_config(mean: float, eight: bool = False) -> Config:
     """The tile that multiplies the fewest rows, for experts that get `mean` rows each."""
     tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
-    overlap = 1 if eight or tokens < 64 else 4
     block = 16 if tokens % 16 == 0 else 8
+    if tokens <= LIGHT and not eight:
+        return Config(tokens=tokens, block=block, warpgroups=4, inputs=256, stages=2)
+    overlap = 1 if eight or tokens < 64 else 4
     return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, overlap=overlap))
 
 
 def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
     """Configurations to try."""
-    default = default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group)
-    yield from (dataclasses.replace(default, prefetch=steps) for steps in (0, 4, 8))
-    yield dataclasses.replace(default, fused=False)
-    T, E = x.shape[0], w13.shape[0]
-    eights = (False, True) if _eights(format=format, act_group=act_group) else (False,)
-    mean = T * ids.shape[1] / E
-    for eight in eights:
-        if T <= MOST_SHARED:
-            for warpgroups in (2, 3, 4) if T <= 32 else (1, 2):
-                for stages in (4, 6, 8, 12):
-                    for staged in {False, eight and warpgroups % 2 == 0}:
-                        yield from _legal(
-                            shared=True,
-                            tokens=-(-T // 8) * 8,
-                            eight=eight,
-                            warpgroups=warpgroups,
-                            stages=stages,
-                            staged=staged,
-                        )
-            for warpgroups, stages in itertools.product((2, 4), (2, 3, 4, 5, 8)):  # what an expert gets, not T
-                for staged in {False, eight}:
-                    how = {"tokens": 8, "eight": eight, "warpgroups": warpgroups, "stages": stages, "staged": staged}
-                    for inputs in (128, 256) if stages < 8 else (128,):
-                        if inputs == 256 or stages > 3:
-                            yield from _legal(**how, encoder=staged, inputs=inputs, lookahead=True)
-                            yield from _legal(**how, encoder=staged, inputs=inputs)
+    yield dataclasses.replace(default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group), fused=False)
+    mean = x.shape[0] * ids.shape[1] / w13.shape[0]
+    for eight in (False, True) if _eights(format=format, act_group=act_group) else (False,):
         most = MOST_EIGHT if eight else MOST
-        for tokens in sorted({min(best_rows(mean), most), most // 2, most * 7 // 8, most}):
-            for stages in (3, 4, 5, 6, 8):
-                block = next(b for b in (16, 8) if tokens % b == 0)
-                how = {"tokens": tokens, "block": block, "warpgroups": 2, "stages": stages}
-                yield from _legal(**how, eight=eight)
-                if not eight and T > MOST_SHARED and stages in (4, 6):
+        best = min(best_rows(mean), most)
+        for tokens in sorted({best, most // 2, most * 7 // 8, most} if best > LIGHT else {best}):
+            block = 16 if tokens % 16 == 0 else 8
+            for stages, inputs in itertools.product((2, 3, 4, 5, 6, 8), (128, 256)):
+                how = {"tokens": tokens, "block": block, "eight": eight, "stages": stages, "inputs": inputs}
+                if tokens <= LIGHT:
+                    for warpgroups, staged in itertools.product((2, 4), {False, eight}):
+                        yield from _legal(**how, warpgroups=warpgroups, staged=staged, encoder=staged)
+                    continue
+                yield from _legal(**how, warpgroups=2)
+                if not eight:
                     for overlap, together in itertools.product((2, 4), (False, True)):
-                        yield from _legal(**how, overlap=overlap, together=together)
+                        yield from _legal(**how, warpgroups=2, overlap=overlap, together=together)
 
 
 def _legal(**options) -> Iterator[Config]:
@@ -191,8 +164,10 @@ def best_rows(mean: float) -> int:
     """Rows of a tile that cost least, if experts get Poisson many of them.
 
     Decoding a tile's weight takes the time of multiplying 64 rows, which hides it, and starting and storing one
-    that of 16; derived, not measured.
+    that of 16; derived, not measured. Up to `FEW` rows on average, eight hold nearly every expert's.
     """
+    if mean <= FEW:
+        return 8
     p, chances = math.exp(-mean), []
     if not p:
         return MOST
@@ -209,7 +184,7 @@ def best_rows(mean: float) -> int:
 
 def _leaving(c: Config) -> int:
     """Bytes of a feature's rows on their way out: float32 at most, but for all rows of a tile with `together`."""
-    return 4 * (c.tokens if c.shared else c.block) if not c.together else max(4 * c.block, 2 * c.tokens)
+    return max(4 * c.block, 2 * c.tokens) if c.together else 4 * c.block
 
 
 def smem_bytes(c: Config) -> int:
@@ -220,10 +195,8 @@ def smem_bytes(c: Config) -> int:
     return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 
 
-def illegal(c: Config, T: int, **args) -> str | None:
+def illegal(c: Config, **args) -> str | None:
     """None if the configuration fits, else one sentence; args: format and act_group."""
-    if c.shared and c.tokens != max(8, -(-T // 8) * 8):
-        return f"shared rows need tokens={max(8, -(-T // 8) * 8)} for T={T}, got {c.tokens}"
     if c.eight and not _eights(**args):
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:

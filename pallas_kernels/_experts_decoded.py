@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
-from pallas_kernels._decoded_config import MOST_SHARED, Config, configs, default_config, illegal, why_not
+from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
 from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
 from pallas_kernels._nibbles import FEATURES, INPUTS
@@ -92,15 +92,11 @@ def stages(
     Raises:
         ValueError: `config` does not fit these arguments.
     """
-    (T, M), E, F = x.shape, w13.shape[0], w13.shape[1] // 2
-    if reason := illegal(config, T, format=format, act_group=act_group):
+    M, E, F = x.shape[1], w13.shape[0], w13.shape[1] // 2
+    if reason := illegal(config, format=format, act_group=act_group):
         raise ValueError(f"experts: {reason}")
     which = _routing.local_experts(ids, E, expert_map)
-    if config.shared:
-        tiles = _routing.shared_tiles(which, weights, E)
-    else:
-        sort = _routing.ranked_tiles if T <= MOST_SHARED else _routing.sorted_tiles
-        tiles = sort(which, weights, E, config.tokens // config.block, config.block)
+    tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
     late, turns = weight_on == "output", activation == "swigluoai"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
@@ -117,7 +113,6 @@ def stages(
         weight_scale=w13_scale_2,
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), turns),
         weights=None if late else tiles.weights,
-        then=w2 if config.prefetch else None,
         out_dtype=x.dtype if quantize is None or late or fused else f32,
         permuted=quantize is None,
         encoded=fused,
@@ -275,7 +270,7 @@ def _block(x: Plan, r: Any) -> None:
             plgpu.set_max_registers(registers[0], action="decrease")
 
         def load(turn, _):
-            if c.lookahead:
+            if x.parts > 1:
                 _prefetch_scales(x, r, *place(jnp.minimum(turn + 1, count - 1))[:2])
             _load(x, r, *place(turn))
 
@@ -283,8 +278,6 @@ def _block(x: Plan, r: Any) -> None:
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
-        if x.act and c.prefetch:
-            _prefetch(x, r, me)
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
@@ -294,16 +287,10 @@ def _block(x: Plan, r: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _input_row(x: Plan, r: Any, tile):
-    """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
-    return 0 if x.config.shared and x.act else r.starts[tile] * x.unit
-
-
 def _load(x: Plan, r: Any, tile, across, first) -> None:
     """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
     c = x.config
-    expert, row = r.experts[tile], _input_row(x, r, tile)
-    rows = pl.ds(row, c.tokens)
+    expert, rows = r.experts[tile], pl.ds(r.starts[tile] * x.unit, c.tokens)
 
     def weight(half, inputs):
         if x.act is None:
@@ -358,21 +345,6 @@ def _prefetch_scales(x: Plan, r: Any, tile, across) -> None:
     """Fetch a tile's scales to the L2 cache."""
     for lines, start in _halves_of(x, r, across):
         _nibbles.prefetch_lines(lines, r.experts[tile], start, x.features, x.N - FEATURES)
-
-
-def _prefetch(x: Plan, r: Any, me) -> None:
-    """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across = pl.cdiv(r.then.shape[1], 2 * x.features)
-    tile = lax.div(me, i32(across))
-
-    @pl.when(tile < r.count[0])
-    def _():
-        span = x.config.inputs // 2
-        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], span))):
-            inputs = pl.ds(k * span, span)
-            for half in range(2):
-                features = pl.ds((me - tile * across) * 2 * x.features + half * x.features, x.features)
-                plgpu.async_prefetch(r.then.at[r.experts[tile], features, inputs])
 
 
 def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:

@@ -15,6 +15,8 @@ _COMPARED = 2048
 """Pairs up to which all are compared with each other."""
 _CHUNK = 256
 """Pairs that are compared with each other where there are more."""
+_COUNTED = 1 << 15
+"""Pairs up to which chunks are added up; more are sorted."""
 
 
 def local_experts(ids: jax.Array, num_experts: int, expert_map: jax.Array | None) -> jax.Array:
@@ -129,11 +131,19 @@ def _upto(num_experts: int) -> np.ndarray:
 
 
 def _ranks(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many pairs before each have its expert, and how many pairs every expert has, without a sort.
+    """How many pairs before each have its expert, and how many pairs every expert has, without a sort if few.
 
     Many pairs are cut into chunks: inside one all are compared with each other, what lies in those before is counted.
+    That takes N * (256 + E) + (N / 256)^2 * E comparisons, summed as they are made, and N / 256 * E numbers of memory;
+    beyond `_COUNTED` pairs the square would matter, and one sort gives the ranks.
     """
     (pairs,), expert = flat.shape, np.arange(num_experts, dtype=np.int32)
+    if pairs > _COUNTED:
+        order = order_by_expert(flat, num_experts)
+        place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
+        ends = jnp.searchsorted(flat[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        return place - starts[flat], ends - starts[:-1]
     if pairs <= _COMPARED:
         number = np.arange(pairs, dtype=np.int32)
         rank = jnp.sum((flat[:, None] == flat) & (number < number[:, None]), 1, dtype=jnp.int32)
@@ -189,6 +199,3 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         unit=block,
         size=size,
     )
-
-
-ranked_tiles = sorted_tiles  # few pairs and many take one way

@@ -12,7 +12,7 @@ Two paths, chosen from shapes alone (`default_config`):
 
 few tokens   every expert that is hit multiplies *all* tokens, which costs nothing beside reading its weights: no
              sorting, no copies. A row's results for experts that it did not choose are never read.
-many tokens  rows are copied in the order of their experts, each expert filled up to 64 rows; a tile has up to 128.
+many tokens  rows are copied in the order of their experts, each expert filled up to 8 rows; a tile has up to 128.
 """
 
 import dataclasses
@@ -43,6 +43,8 @@ DTYPES = ("bfloat16", "float16")
 FP8 = ("fp8_tensor", "fp8_block")
 LOWEST = -33
 """Exponent of the least scale of a block."""
+UNIT = 8
+"""Rows to a multiple of which each expert is filled up."""
 FEW = 16
 """Rows that are fetched for a tile that has no more."""
 DECODED = ("wna16", "mxfp4", "nvfp4")
@@ -54,7 +56,7 @@ WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Lay
 
 
 # ---------------------------------------------------------------- configuration and legality
-_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "block": (8, 16, 32, 64)}
+_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "cluster": (1, 2)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,12 +73,10 @@ class Config:
     """Steps in flight."""
     spans: int = 1
     """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
-    block: int = 64
-    """Rows to a multiple of which each expert is filled up: 8, 16, 32 or 64; sorted rows only."""
+    cluster: int = 1
+    """Thread blocks that multiply the same rows, tiles side by side, and fetch them once: 1 or 2; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
-    prefetch: int = 0
-    """Steps of each thread block's first tile of the second product that the first one fetches to the L2 cache."""
 
     def __post_init__(self):
         for name, known in _KNOWN.items():
@@ -86,8 +86,8 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 12, got {self.stages}")
         if self.shared and self.multipliers > 1:
             raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {self.prefetch}")
+        if self.shared and self.cluster > 1:
+            raise ValueError(f"shared rows need cluster=1, got {self.cluster}")
 
 
 def why_not(*, x, w13, format, **_) -> str | None:
@@ -114,22 +114,21 @@ def default_config(*, x, w13, ids, format, **_) -> Config:
         return Config(shared=True, multipliers=1, half=64, stages=8)
     if T * ids.shape[1] <= 64 * E:  # fewer than 64 rows an expert: the second warpgroup would idle
         return Config(multipliers=1, half=wide, stages=5 if wide == 128 else 8)
-    return Config(half=wide, stages=4 if wide == 128 else 5)
+    return Config(half=wide, stages=3 if wide == 128 else 5)
 
 
-def configs(*, x, w13, format, ue8m0=True, **more) -> Iterator[Config]:
+def configs(*, x, w13, format, ue8m0=True, **_) -> Iterator[Config]:
     """Every configuration that fits the shapes and shared memory."""
     (T, M), F = x.shape, w13.shape[1] // 2
-    default = default_config(x=x, w13=w13, format=format, **more)
-    shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (8, 64))
-    for half, multipliers, stages, shared, block in shapes:
-        if shared and (multipliers > 1 or block < ROWS):
+    shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (1, 2), (False, True))
+    for half, multipliers, stages, shared, cluster, encode in shapes:
+        if shared and (multipliers > 1 or cluster > 1):
             continue
-        plain = Config(shared=shared, multipliers=multipliers, half=half, stages=stages, block=block)
-        for config in (plain, dataclasses.replace(plain, encode=True)):
-            if _illegal(config, T, M, F, format, ue8m0) is None:
-                yield config
-    yield from (dataclasses.replace(default, prefetch=steps) for steps in (4, 8, 16))
+        config = Config(
+            shared=shared, multipliers=multipliers, half=half, stages=stages, cluster=cluster, encode=encode
+        )
+        if _illegal(config, T, M, F, format, ue8m0) is None:
+            yield config
 
 
 def _smem_bytes(c: Config) -> int:
@@ -150,6 +149,9 @@ def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True)
         return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
         return f"half={c.half} needs F in multiples of {c.half} and M of {2 * c.half}, got F={F} and M={M}"
+    if c.cluster > 1 and (F % (c.cluster * c.half) or M % (2 * c.cluster * c.half)):
+        multiples = f"F in multiples of {c.cluster * c.half} and M of {2 * c.cluster * c.half}"
+        return f"cluster={c.cluster} and half={c.half} need {multiples}, got F={F} and M={M}"
     if c.shared and T > MOST_SHARED:
         return f"shared rows are for at most {MOST_SHARED} tokens, got T={T}"
     if (used := _smem_bytes(c)) > _mosaic.SMEM_BYTES:
@@ -198,7 +200,7 @@ def experts(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // config.block, config.block)
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     pairs = activation == "swigluoai"
@@ -214,7 +216,6 @@ def experts(
         weight_scale=_weight_scale(format, w13_scale, scale, lambda s: _halves(s, pairs)),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
-        then=w2 if config.prefetch else None,
         out_dtype=jnp.float8_e4m3fn if encode else f32 if keep_wide else x.dtype,
     )
     codes, scale = a, encoded
@@ -348,13 +349,15 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         given = dict(zip((*inputs, *outputs), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
     out = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
+        cluster=(config.cluster,),
+        cluster_names=("member",),
         num_threads=config.multipliers + 1,
         thread_name="warpgroup",
         kernel_name="experts_up" if act else "experts_down",
@@ -376,7 +379,9 @@ def _scratch(x: _Plan) -> dict[str, Any]:
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
         "full": plgpu.Barrier(num_arrivals=(3 + x.blocks) * c.spans, num_barriers=c.stages),
-        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages)
+        if c.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.multipliers, num_barriers=c.stages),
     }
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
@@ -387,14 +392,14 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
-    warpgroup = lax.axis_index("warpgroup")
-    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+    warpgroup, member, across = lax.axis_index("warpgroup"), lax.axis_index("member"), x.across // c.cluster
+    count = lax.div(r.count[0] * across - me + (blocks - 1), i32(blocks))
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
         at = me + turn * blocks
-        tile = lax.div(at, i32(x.across))
-        return tile, at - tile * x.across, turn * x.steps
+        tile = lax.div(at, i32(across))
+        return tile, (at - tile * across) * c.cluster + member, turn * x.steps
 
     @pl.when(warpgroup == c.multipliers)
     def _():
@@ -402,11 +407,8 @@ def _block(x: _Plan, r: Any) -> None:
             plgpu.set_max_registers(40, action="decrease")
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
         total = count * x.steps
-        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
+        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use, its own or the other member's
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
-
-    if x.act and c.prefetch:
-        pl.when(warpgroup == c.multipliers)(lambda: _prefetch(x, r, me))
 
     @pl.when(warpgroup < c.multipliers)
     def _():
@@ -442,7 +444,8 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
     c = x.config
     expert, row = r.experts[tile], _input_row(x, r, tile)
     scales = tile * x.loaded if x.tiled else row
-    few = None if c.shared or x.unit > FEW else r.filled[tile] <= FEW // x.unit
+    few = None if c.shared else r.filled[tile] <= FEW // UNIT
+    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
 
     def weight(half, inputs):
         if x.act is None:
@@ -465,7 +468,7 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
 
             def fetch(count, i=i, span=span):
                 rows = r.rows.at[pl.ds(row, count), pl.ds(span * x.inputs, x.inputs)]
-                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full)
+                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full, **share)
 
             if few is None:
                 fetch(x.loaded)
@@ -477,18 +480,6 @@ def _load(x: _Plan, r: Any, tile, across, first) -> None:
                 plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(scales, x.loaded)], where, full)
 
     lax.fori_loop(0, x.steps, step, None)
-
-
-def _prefetch(x: _Plan, r: Any, me) -> None:
-    """Fetch to the L2 cache what this thread block multiplies first in the next product."""
-    across, width = pl.cdiv(r.then.shape[1], 2 * x.config.half), 2 * x.config.half
-    tile = lax.div(me, i32(across))
-
-    @pl.when(tile < r.count[0])
-    def _():
-        features = pl.ds((me - tile * across) * width, width)
-        for k in range(min(x.config.prefetch, pl.cdiv(r.then.shape[2], x.inputs))):
-            plgpu.async_prefetch(r.then.at[r.experts[tile], features, pl.ds(k * x.inputs, x.inputs)])
 
 
 def _skip(x: _Plan, r: Any, first) -> None:

@@ -37,7 +37,7 @@ def default_config(*, x, w13, ids, **_) -> Config:
 def configs(*, x, w13, ids, **_) -> Iterator[Config]:
     """Those of `_experts_decoded` that leave codes behind."""
     for config in _decoded_config.configs(**_shapes(x, w13, ids)):
-        if config.eight and not config.shared:
+        if config.eight:
             yield config
 
 
@@ -58,11 +58,10 @@ def megamoe_staged(
     """Run the kernels on prepared arguments of `jaxattn.megamoe_staged`; `stage(rows)` gives codes and scale bytes.
 
     Raises:
-        ValueError: `config` shares rows or multiplies 16-bit numbers, and so leaves no codes for every slot.
+        ValueError: `config` multiplies 16-bit numbers, and so leaves no codes.
     """
-    if config.shared or not config.eight:
-        given = f"shared={config.shared} and eight={config.eight}"
-        raise ValueError(f"megamoe_staged: the stages need shared=False and eight=True, got {given}")
+    if not config.eight:
+        raise ValueError("megamoe_staged: the stages need eight=True, got eight=False")
 
     def quantize(rows):
         codes, scale = stage(rows)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
@@ -442,7 +442,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_wait(r.k_bar.at[at])
         values_there(before, early=False)
         wait_turn()
-        s, o = _mosaic.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
+        s, o = _products.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
         pass_turn()
         plain = is_plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
@@ -492,7 +492,7 @@ def _visible(x: Plan, t: Any, warpgroup, start):
 def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
     """O + P V, V in pieces of 64 columns."""
     if not x.interpreted:
-        o = _mosaic.add_product(v, o, p)
+        o = _products.add_product(v, o, p)
         plgpu.wgmma_wait(0)
         return lax.optimization_barrier(o)
     r.p_tile[warpgroup] = p

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic
+from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, LOG2E, ROW
 from pallas_kernels.mla import _fetch, _work
@@ -178,7 +178,7 @@ def _add_products(x: Plan, r: Any, w, o: tuple[Any, ...], p, v) -> tuple[Any, ..
     """Chunks of O + P V, V in pieces of 64 columns; compiled, one wgmma group each, all of them in flight."""
     wide = x.columns // PIECE
     if not x.interpreted:
-        return _mosaic.add_products(v, o, p)
+        return _products.add_products(v, o, p)
     r.p_own[w] = p
     plgpu.commit_smem()
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _gather_rows, _mosaic
+from pallas_kernels import _gather_rows, _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._gather_rows import PIECE, Source
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
@@ -339,7 +339,7 @@ def _follow(x: Plan, r: Any, t: _Tile, first, steps) -> None:
 def _add_product(x: Plan, r: Any, half: int, slot, at, o, p):
     """O + P V for half of the columns; P is in registers, for the interpreter in shared memory."""
     if not x.interpreted:
-        o = _mosaic.add_product(r.kv.at[slot, pl.ds(half * x.half, x.half)], o, p)
+        o = _products.add_product(r.kv.at[slot, pl.ds(half * x.half, x.half)], o, p)
         plgpu.wgmma_wait(0)
         return lax.optimization_barrier(o)
 

@@ -1,7 +1,6 @@
 """The kernel of `experts` that decodes weights of four bits in registers."""
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,12 +12,11 @@ from jaxattn import experts
 from jaxattn.ops._expert_cases import struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import primitives as p
-from pallas_kernels import _decode, _mosaic, _nibbles, _routing
+from pallas_kernels import _decode, _mosaic, _nibbles
 from pallas_kernels import _decoded_config as legality
 from pallas_kernels import _experts_decoded as decoded
 
-SHARED = {"shared": True, "tokens": 16, "warpgroups": 1, "stages": 2}
-SORTED = {"tokens": 16, "warpgroups": 1, "stages": 2}
+TILE = {"tokens": 16, "warpgroups": 1, "stages": 2}
 MEGAMOE = {"format": "mxfp4", "act_group": 32, "weight_on": "activation", "limit": 2.0}
 OSS = {"format": "mxfp4", "activation": "swigluoai", "limit": 7.0, "bias": True}
 
@@ -26,7 +24,7 @@ OSS = {"format": "mxfp4", "activation": "swigluoai", "limit": 7.0, "bias": True}
 def kernel(args, **config):
     """The op by its kernel: on the GPU if there is one, else interpreted."""
     with _mosaic.interpret() if _mosaic.why_not_here() else contextlib.nullcontext():
-        config = decoded.Config(**config)
+        config = decoded.Config(**config) if config else None
         return np.asarray(jax.jit(lambda: experts(**args, implementation="decoded", config=config))())
 
 
@@ -63,21 +61,21 @@ def steps_apart(a, b):
 @pytest.mark.parametrize(
     ("T", "M", "F", "config", "options"),
     [
-        (9, 64, 128, SHARED | {"eight": True, "prefetch": 2}, MEGAMOE),
+        (9, 64, 128, TILE | {"eight": True}, MEGAMOE),
         (
             9,
             64,
             192,
-            SHARED | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True, "inputs": 256},
+            TILE | {"warpgroups": 2, "eight": True, "staged": True, "encoder": True, "inputs": 256},
             MEGAMOE,
         ),
-        (9, 64, 192, SHARED | {"warpgroups": 2}, {"format": "nvfp4"}),
-        (9, 192, 64, SHARED, OSS),
-        (20, 128, 128, SORTED | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
-        (20, 128, 128, SORTED | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
-        (20, 64, 64, SORTED | {"block": 16}, MEGAMOE),
-        (20, 320, 64, SORTED | {"overlap": 2, "inputs": 256, "together": True}, OSS),
-        (9, 64, 128, SORTED | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
+        (9, 64, 192, TILE | {"warpgroups": 2}, {"format": "nvfp4"}),
+        (9, 192, 64, TILE, OSS),
+        (20, 128, 128, TILE | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
+        (20, 128, 128, TILE | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
+        (20, 64, 64, TILE | {"block": 16}, MEGAMOE),
+        (20, 320, 64, TILE | {"overlap": 2, "inputs": 256, "together": True}, OSS),
+        (9, 64, 128, TILE | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
 )
 def test_every_path_of_the_kernel(T, M, F, config, options, rng):
@@ -92,8 +90,19 @@ def test_experts_without_tokens_are_not_read(rng):
     clean = reference(args)
     for name in ("w13_scale", "w2_scale"):
         args[name] = args[name].at[np.array([0, 2])].set(255)
-    for config in (SHARED | {"eight": False}, SORTED):
+    for config in (TILE, TILE | {"tokens": 8, "inputs": 256}):
         np.testing.assert_array_equal(kernel(args, **config).view(np.int16), clean.view(np.int16))
+
+
+@pytest.mark.parametrize(
+    ("T", "format", "group"), [(1, "wna16", None), (33, "wna16", None), (64, "nvfp4", None), (64, "mxfp4", 32)]
+)
+def test_few_tokens_may_all_choose_one_expert(T, format, group, rng):
+    """Tiles are for what experts get on average: one that gets all tokens takes several."""
+    args = random_inputs(rng, T, 1, 32, 128, 128, format=format, act_group=group)
+    args["ids"] = 0 * args["ids"] + 7
+    assert decoded.default_config(**MECHANISM.prepare(**args)).tokens == 8
+    assert steps_apart(kernel(args), reference(args)) < 1 / 100
 
 
 def test_scales_decoded_by_who_loads_change_no_bit(rng):
@@ -110,7 +119,7 @@ def test_scales_decoded_by_who_loads_change_no_bit(rng):
 @pytest.mark.parametrize("more", [{"overlap": 4}, {"inputs": 256, "together": True}])
 def test_how_steps_follow_each_other_changes_no_bit(more, rng):
     args = random_inputs(rng, 12, 2, 3, 192, 64, format="mxfp4")
-    found, wanted = (kernel(args, **SORTED | options).view(np.int16) for options in (more, {}))
+    found, wanted = (kernel(args, **TILE | options).view(np.int16) for options in (more, {}))
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -119,7 +128,7 @@ def test_scales_far_from_one_are_exact(rng):
     args = random_inputs(rng, 8, 1, 1, 64, 64, format="mxfp4")
     for name, shift in (("w13_scale", -40), ("w2_scale", 40)):
         args[name] = (args[name].astype(jnp.int32) + shift).astype(jnp.uint8)
-    found = kernel(args, **SHARED | {"tokens": 8})
+    found = kernel(args, **TILE | {"tokens": 8})
     np.testing.assert_array_equal(found.view(np.int16), reference(args).view(np.int16))
 
 
@@ -149,24 +158,10 @@ def test_scales_as_powers_of_two():
     np.testing.assert_array_equal(found, [*np.exp2(np.array([0, 1, 127, 190, 191]) - 127.0), np.nan, np.nan])
 
 
-@pytest.mark.parametrize(
-    ("T", "A", "E", "groups", "block"), [(16, 6, 256, 1, 8), (16, 6, 8, 2, 8), (1, 1, 1, 1, 8), (64, 6, 5, 3, 16)]
-)
-def test_tiles_of_few_pairs_are_those_of_sorted_ones(T, A, E, groups, block, rng):
-    which, weights = (
-        jnp.asarray(rng.integers(0, E + 1, (T, A)), jnp.int32),
-        jnp.asarray(rng.random((T, A)), jnp.float32),
-    )
-    made = (make(which, weights, E, groups, block) for make in (_routing.ranked_tiles, _routing.sorted_tiles))
-    found, wanted = (dataclasses.asdict(tiles) for tiles in made)
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
-
-
 def test_tiles_that_multiply_the_fewest_rows():
     assert legality.best_rows(96) == 112
     assert legality.best_rows(1e5) == legality.MOST
-    assert legality.best_rows(0.4) == 16
+    assert [legality.best_rows(mean) for mean in (0.4, 2, 2.1)] == [8, 8, 16]
 
 
 def test_the_configurations_are_legal_and_fit_the_path():
@@ -177,9 +172,9 @@ def test_the_configurations_are_legal_and_fit_the_path():
             default, found = decoded.default_config(**args), list(decoded.configs(**args))
             known = {name: args[name] for name in ("format", "act_group")}
             assert found
-            assert all(legality.illegal(c, T, **known) is None for c in [default, *found])
+            assert all(legality.illegal(c, **known) is None for c in [default, *found])
             assert default.eight == (T <= 64 and group == 32)
-            assert default.shared == (T <= 64 and not default.eight)
+            assert (default.tokens, default.inputs) == ((112, 128) if T > 64 else (8, 128 if default.eight else 256))
 
 
 @pytest.mark.parametrize(
@@ -188,14 +183,12 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"tokens": 12}, "tokens must be a multiple of 8 up to 128, got 12"),
         ({"tokens": 72, "eight": True}, "tokens must be a multiple of 8 up to 64, got 72"),
         ({"tokens": 24, "block": 16}, "tokens must be a multiple of block=16, got 24"),
-        ({"tokens": 72, "shared": True}, "shared rows are at most 64, got tokens=72"),
         ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
         ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
         ({"encoder": True}, "encoder is for products with eight"),
         ({"inputs": 64}, "inputs must be 128 or 256, got 64"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
-        ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"stages": 17}, "stages must lie between 2 and 16, got 17"),
     ],
 )
@@ -207,8 +200,7 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (SHARED | {"tokens": 8}, "shared rows need tokens=16 for T=9, got 8"),
-        (SHARED | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
+        (TILE | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
         (
             {"tokens": 128, "warpgroups": 4, "stages": 8},
             "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448",
