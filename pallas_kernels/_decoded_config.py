@@ -112,19 +112,23 @@ def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
     if T <= FEW_TOKENS and _eights(format=format, act_group=act_group):
         tokens = min(best_rows(mean), MOST_EIGHT)
         if tokens == 8:
-            return next(_fitting(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2))
+            return Config(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2, inputs=256, stages=4)
         return next(_fitting(tokens=tokens, eight=True, warpgroups=4 if tokens <= LIGHT else 2))
-    return sorted_config(mean)
+    return sorted_config(mean, whole=x.shape[1] % 256 == 0 and w13.shape[1] % 512 == 0)
 
 
-def sorted_config(mean: float, eight: bool = False) -> Config:
-    """The tile that multiplies the fewest rows, for experts that get `mean` rows each."""
+def sorted_config(mean: float, eight: bool = False, whole: bool = True) -> Config:
+    """The tile that multiplies the fewest rows, for experts that get `mean` rows each.
+
+    `whole`: inputs of both products come in multiples of 256.
+    """
     tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
     block = 16 if tokens % 16 == 0 else 8
-    if tokens <= LIGHT and not eight:
+    if tokens <= LIGHT and not eight and whole:
         return Config(tokens=tokens, block=block, warpgroups=4, inputs=256, stages=2)
-    overlap = 1 if eight or tokens < 64 else 4
-    return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, overlap=overlap))
+    many = not eight and tokens >= 64
+    how = {"overlap": 4, "together": True} if many else {}
+    return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, **how))
 
 
 def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:

@@ -106,14 +106,17 @@ def why_not(*, x, w13, format, **_) -> str | None:
     return None
 
 
-def default_config(*, x, w13, ids, format, **_) -> Config:
+def default_config(*, x, w13, ids, format, ue8m0=True, **_) -> Config:
     """Few tokens: share them, with narrow tiles and a long ring; else the tile that moves least."""
     (T, M), (E, F) = x.shape, (w13.shape[0], w13.shape[1] // 2)
-    wide = 128 if F % 128 == 0 and M % 256 == 0 and format not in FP8 else 64
+    fits = F % 128 == 0 and M % 256 == 0
+    wide = 128 if fits and format not in FP8 else 64
     if T <= MOST_SHARED:
         return Config(shared=True, multipliers=1, half=64, stages=8)
     if T * ids.shape[1] <= 64 * E:  # fewer than 64 rows an expert: the second warpgroup would idle
         return Config(multipliers=1, half=wide, stages=5 if wide == 128 else 8)
+    if fits and format == "fp8_block":
+        return Config(half=128, stages=4, encode=ue8m0)
     return Config(half=wide, stages=3 if wide == 128 else 5)
 
 

@@ -64,7 +64,7 @@ def _legal(q, heads: int) -> list[int]:
 
 def default_config(*, q, heads, **_) -> Config:
     """The smallest tile: 64 numbers a lane."""
-    return Config(rows=_legal(q, heads)[0])
+    return Config(rows=_legal(q, heads)[0], tokens=4, packed=q.dtype.itemsize == 2)
 
 
 def configs(*, q, heads, **_) -> Iterable[Config]:

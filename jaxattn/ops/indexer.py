@@ -327,11 +327,6 @@ def _why_not(*, q, k, page, page_table, topk, **args) -> str | None:
     return reason
 
 
-def _proven(*, q, **_) -> bool:
-    """MXFP4 has not run on a GPU."""
-    return q.dtype != jnp.uint8
-
-
 def _outputs(*, topk, return_logits, **_):
     return (("indices",) if topk else ()) + (("logits",) if return_logits else ())
 
@@ -350,7 +345,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
-            proven=_proven,
         )
     },
     cases=cases.CASES,

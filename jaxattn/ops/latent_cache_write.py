@@ -224,11 +224,6 @@ _CASES = (
 _PAGED = _latent_cache.PAGED
 
 
-def _proven(*, format, **_) -> bool:
-    """Keys of the indexer are written by `compressor` on a GPU, not yet by this kernel."""
-    return not format.startswith("indexer")
-
-
 def _struct(dtype: str, format: str, page: int = 64) -> Args:
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -258,7 +253,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
-            proven=_proven,
         )
     },
     cases=_CASES,

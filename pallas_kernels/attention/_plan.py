@@ -203,8 +203,8 @@ def default(x: Plan) -> Config:
     wanted = {}
     if x.window is not None if x.page is None else x.page >= 64:
         wanted = {"q_stages": 2}
-    elif x.page is not None and x.window is None:  # short tiles wait for q, not for their few pages
-        wanted = {"pages_at_once": 2}
+    elif x.page is not None and x.copies % WARPS == 0:
+        wanted = {"by_warps": True}
     if config.share_o:
         wanted.pop("q_stages", None)
     better = dataclasses.replace(config, **wanted)
