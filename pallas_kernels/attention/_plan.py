@@ -241,9 +241,9 @@ def _variants(x: Plan, config: Config) -> Iterator[Config]:
         yield dataclasses.replace(config, q_stages=2)
     if x.page is not None and x.page < 64:
         yield dataclasses.replace(config, pages_at_once=2)
-        yield dataclasses.replace(config, pages_at_once=4)
+        yield dataclasses.replace(config, by_warps=True)
         if x.window is not None and not config.share_o:
-            yield dataclasses.replace(config, q_stages=2, pages_at_once=4)
+            yield dataclasses.replace(config, q_stages=2, by_warps=True)
 
 
 # ---------------------------------------------------------------- scratch memory

@@ -174,7 +174,8 @@ def test_the_configurations_are_legal_and_fit_the_path():
             assert found
             assert all(legality.illegal(c, **known) is None for c in [default, *found])
             assert default.eight == (T <= 64 and group == 32)
-            assert (default.tokens, default.inputs) == ((112, 128) if T > 64 else (8, 128 if default.eight else 256))
+            assert (default.tokens, default.inputs) == ((112, 128) if T > 64 else (8, 256))
+            assert default.together == (T > 64)
 
 
 @pytest.mark.parametrize(

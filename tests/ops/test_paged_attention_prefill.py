@@ -111,11 +111,12 @@ def struct(page, window, rows=4096, D=64):
 @pytest.mark.parametrize("window", [None, 128])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_default_for_long_prompts(page, window, D):
-    """Any page and window; pages of few slots are fetched two at once, a second q is there if tiles are short."""
+    """Any page and window; warps share the copies of many pages, a second q is there if tiles are short."""
     args = struct(page, window, rows=256, D=D)
     config = paged.default_config(**args)
     assert isinstance(config, prefill.Config)
-    assert config.pages_at_once == (2 if window is None and page < 64 else 1)
+    assert config.by_warps == (config.block_kv >= 4 * page)
+    assert config.pages_at_once == 1
     assert config.q_stages == (2 if page >= 64 and D < 256 else 1)
     assert config in list(prefill.configs(**args))
     assert not isinstance(paged.default_config(**struct(page, window, rows=255, D=D)), prefill.Config)
@@ -123,12 +124,12 @@ def test_the_default_for_long_prompts(page, window, D):
 
 def test_the_variants_are_timed_where_they_may_help():
     found = {
-        key: {(c.q_stages, c.pages_at_once) for c in prefill.configs(**struct(*key))}
+        key: {(c.q_stages, c.pages_at_once, c.by_warps) for c in prefill.configs(**struct(*key))}
         for key in ((64, None), (64, 128), (16, None), (16, 128))
     }
     assert found == {
-        (64, None): {(1, 1), (2, 1)},
-        (64, 128): {(1, 1), (2, 1)},
-        (16, None): {(1, 1), (1, 2), (1, 4)},
-        (16, 128): {(1, 1), (1, 2), (1, 4), (2, 1), (2, 4)},
+        (64, None): {(1, 1, False), (2, 1, False)},
+        (64, 128): {(1, 1, False), (2, 1, False)},
+        (16, None): {(1, 1, False), (1, 2, False), (1, 1, True)},
+        (16, 128): {(1, 1, False), (1, 2, False), (1, 1, True), (2, 1, False), (2, 1, True)},
     }
