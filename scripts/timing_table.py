@@ -1,8 +1,8 @@
 """Write the times that `scripts/bench.py` measured into the documentation.
 
 Reads `docs/results/*.jsonl`. Of several lines for one mechanism, case, kernel and peer the newest counts; each table
-says where and when its lines were measured. `docs/benchmarks.md` gets all tables, `docs/<stem>.md` that of its
-mechanism if it has the two lines to put it between.
+says where and when its lines were measured. `docs/benchmarks.md` gets all tables, and the speed targets with what was
+measured; `docs/<stem>.md` gets that of its mechanism if it has the two lines to put it between.
 """
 
 import argparse
@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts import _tables  # noqa: E402
+from scripts._bench import targets  # noqa: E402
 
 OVERVIEW = "docs/benchmarks.md"
 BEGIN = "<!-- timing table: written by scripts/timing_table.py -->"
 END = "<!-- end of timing table -->"
+TARGETS = "<!-- targets: written by scripts/timing_table.py -->", "<!-- end of targets -->"
 NEEDED = ("mechanism", "case", "kernel", "us", "peer", "peer_us", "ratio_to_peer", "floor_us", "roofline", "tb_s")
 NEEDED += ("tflop_s", "device", "commit", "date", "versions")
 
@@ -97,9 +99,12 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is out of date")
     check = parser.parse_args(arguments).check
-    tables = pages(read(root / "docs/results"), MECHANISMS)
+    lines = read(root / "docs/results")
+    tables = pages(lines, MECHANISMS)
     asked = {p: text for p, text in tables.items() if p == OVERVIEW or _has_place(root / p)}
-    return _tables.refresh(asked, root, BEGIN, END, script="scripts/timing_table.py", check=check)
+    how: dict[str, Any] = {"script": "scripts/timing_table.py", "check": check}
+    stale = _tables.refresh(asked, root, BEGIN, END, **how)
+    return stale | _tables.refresh({OVERVIEW: targets.table(lines)}, root, *TARGETS, **how)
 
 
 def _has_place(page: Path) -> bool:

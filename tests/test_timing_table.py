@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from jaxattn import MECHANISMS
 from scripts import _tables, timing_table
+from scripts._bench import targets
 
 
 def line(**changes):
@@ -48,6 +50,8 @@ def test_the_pages_are_written_and_checked(tmp_path, capsys):
     (tmp_path / "docs/results/a.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (new, old)))
     for page in ("benchmarks", "merge_states"):
         (tmp_path / f"docs/{page}.md").write_text(f"# x\n\n{timing_table.BEGIN}\n{timing_table.END}\nrest\n")
+    with (tmp_path / "docs/benchmarks.md").open("a") as f:
+        f.write("{}\n{}\nrest\n".format(*timing_table.TARGETS))
     with (tmp_path / "docs/results/a.jsonl").open("a") as f:
         f.write(json.dumps(line(mechanism="cache_write")) + "\n")
     (tmp_path / "docs/cache_write.md").write_text("no place for a table\n")
@@ -63,6 +67,33 @@ def test_the_pages_are_written_and_checked(tmp_path, capsys):
     assert (tmp_path / "docs/cache_write.md").read_text() == "no place for a table\n"
     assert "`python scripts/bench.py --mechanism rope` makes some" in (tmp_path / "docs/rope.md").read_text()
     assert "no case to time" in (tmp_path / "docs/megamoe_staged.md").read_text()
+
+
+def test_targets_say_what_was_measured():
+    asked = {x.case: x for x in targets.TARGETS if x.mechanism in ("mla", "mhc_post") or x.own}
+    mla, mhc, fp4 = (asked[x] for x in ("B64-S8192-H128", "N4096-C4-M4096", "mxfp4-T4096-A6-E256-M4096-F2048"))
+    old = line(mechanism="mla", case=mla.case, us=90.0, peer="vllm: FlashMLA", peer_us=100.0, date="2026-11-01")
+    new = old | {"us": 110.0, "date": "2026-11-02"}
+    lines = [
+        old,
+        new,
+        new | {"peer": "vllm: Triton", "peer_us": 10.0},
+        line(mechanism="mhc_post", case=mhc.case, us=70.0),
+    ]
+    lines += [line(mechanism="experts", case=fp4.case, us=100.0), line(mechanism="experts", case=fp4.peer, us=100.0)]
+    text = targets.table(lines)
+    assert text.startswith(f"2 of {len(targets.TARGETS)} targets are met")
+    assert "| mla | B64-S8192-H128 | FlashMLA | 1.05 | 1.10 | 110.0 | missed |" in text
+    assert "| TileLang | 0.95 | 0.88 | 70.0 | met; the peer's 79.2 us are of another run |" in text
+    assert f"| our {fp4.peer} | 1.11 | 1.00 | 100.0 | met |" in text
+    assert "| - | - | not measured |" in text
+
+
+def test_targets_are_of_cases_that_are_timed():
+    timed = {(m.name, c.name) for m in MECHANISMS for c in m.cases if "bench" in c.tags}
+    for target in targets.TARGETS:
+        assert (target.mechanism, target.case) in timed
+        assert not target.own or (target.mechanism, target.peer) in timed
 
 
 def test_a_page_without_markers_and_a_foreign_line_are_errors(tmp_path):
