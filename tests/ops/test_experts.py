@@ -252,7 +252,7 @@ def test_paths_are_chosen_from_shapes_alone():
     assert chosen(1) == chosen(64) == (True, 1, 64)
     assert chosen(256) == (False, 1, 128)
     assert chosen(4096) == (False, 2, 128)
-    assert chosen(4096, format="fp8_block") == (False, 2, 64)
+    assert chosen(4096, format="fp8_block") == (False, 2, 128)
     assert chosen(256, 256, format="fp8_block") == (False, 1, 64)
 
 

@@ -79,8 +79,12 @@ def test_a_share_begins_where_the_search_says(rng, monkeypatch):
         jax.clear_caches()
 
 
+@pytest.mark.optimized
 def test_a_split_token_has_the_same_bits_in_every_batch(rng):
-    """The last of two speculated tokens: alone, and in a tile with the other one, behind another request."""
+    """The last of two speculated tokens: alone, and in a tile with the other one, behind another request.
+
+    XLA adds up the log-sum-exp of both calls, on a CPU with few passes not alike.
+    """
     args = inputs(rng, (1, 2), (20, 100))
     one = args | {
         "q": args["q"][2:],
