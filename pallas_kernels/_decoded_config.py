@@ -106,29 +106,32 @@ def _eights(*, format, act_group, **_) -> bool:
     return format == "mxfp4" and act_group is not None
 
 
-def default_config(*, x, w13, ids, format, act_group, **_) -> Config:
+def default_config(*, x, w13, ids, format, act_group, w13_bias=None, **_) -> Config:
     """FP8 codes as such for few tokens, else the tile that multiplies the fewest rows, in 16 bits."""
     T, mean = x.shape[0], x.shape[0] * ids.shape[1] / w13.shape[0]
     if T <= FEW_TOKENS and _eights(format=format, act_group=act_group):
-        tokens = min(best_rows(mean), MOST_EIGHT)
-        if tokens == 8:
+        if mean <= FEW:
             return Config(tokens=8, eight=True, staged=True, encoder=True, warpgroups=2, inputs=256, stages=4)
-        return next(_fitting(tokens=tokens, eight=True, warpgroups=4 if tokens <= LIGHT else 2))
-    return sorted_config(mean, whole=x.shape[1] % 256 == 0 and w13.shape[1] % 512 == 0)
+        return sorted_config(mean, eight=True)
+    whole = x.shape[1] % 256 == 0 and w13.shape[1] % 512 == 0
+    return sorted_config(mean, whole=whole, biased=w13_bias is not None)
 
 
-def sorted_config(mean: float, eight: bool = False, whole: bool = True) -> Config:
+def sorted_config(mean: float, eight: bool = False, whole: bool = True, biased: bool = False) -> Config:
     """The tile that multiplies the fewest rows, for experts that get `mean` rows each.
 
-    `whole`: inputs of both products come in multiples of 256.
+    `whole`: inputs of both products come in multiples of 256. Registers do not suffice to overlap steps of more than
+    112 rows, with biases of 80.
     """
     tokens = min(best_rows(mean), MOST_EIGHT if eight else MOST)
+    if eight:  # tiles between these spill registers
+        return next(_fitting(tokens=next(t for t in (8, 16, 32, 64) if t >= tokens), warpgroups=2, eight=True))
     block = 16 if tokens % 16 == 0 else 8
-    if tokens <= LIGHT and not eight and whole:
+    if tokens <= LIGHT and whole:
         return Config(tokens=tokens, block=block, warpgroups=4, inputs=256, stages=2)
-    many = not eight and tokens >= 64
-    how = {"overlap": 4, "together": True} if many else {}
-    return next(_fitting(tokens=tokens, block=block, warpgroups=2, eight=eight, **how))
+    overlaps = 64 <= tokens <= (80 if biased else 112)
+    how = {"overlap": 4, "together": True} if overlaps else {}
+    return next(_fitting(tokens=tokens, block=block, warpgroups=2, **how))
 
 
 def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
