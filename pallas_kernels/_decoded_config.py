@@ -134,9 +134,10 @@ def sorted_config(mean: float, eight: bool = False, whole: bool = True, biased: 
     return next(_fitting(tokens=tokens, block=block, warpgroups=2, **how))
 
 
-def configs(*, x, w13, ids, format, act_group, **_) -> Iterator[Config]:
+def configs(*, x, w13, ids, format, act_group, **more) -> Iterator[Config]:
     """Configurations to try."""
-    yield dataclasses.replace(default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group), fused=False)
+    default = default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group, **more)
+    yield dataclasses.replace(default, fused=False)
     mean = x.shape[0] * ids.shape[1] / w13.shape[0]
     for eight in (False, True) if _eights(format=format, act_group=act_group) else (False,):
         most = MOST_EIGHT if eight else MOST

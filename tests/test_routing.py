@@ -20,7 +20,15 @@ def made(make, which, weights, *more):
 
 @pytest.mark.parametrize(
     ("T", "A", "E", "groups", "block"),
-    [(16, 6, 256, 1, 8), (16, 6, 8, 2, 8), (1, 1, 1, 1, 8), (64, 6, 5, 3, 16), (400, 6, 40, 16, 8)],
+    [
+        (16, 6, 256, 1, 8),
+        (16, 6, 8, 2, 8),
+        (1, 1, 1, 1, 8),
+        (64, 6, 5, 3, 16),
+        (400, 6, 40, 16, 8),
+        (9, 3, 5, 2, 8),
+        (350, 6, 5, 2, 64),
+    ],
 )
 def test_sorted_tiles_hold_the_pairs_of_every_expert_in_order(T, A, E, groups, block, rng):
     which, weights = draw(rng, T, A, E)

@@ -9,7 +9,7 @@ from jaxattn import experts, megamoe_staged
 from jaxattn.ops._expert_cases import make_inputs, struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import fp8
-from pallas_kernels import _mosaic, _routing, _row_copies
+from pallas_kernels import _mosaic, _row_copies
 from pallas_kernels import experts as mosaic
 from parity.twins import experts as twin
 
@@ -217,29 +217,6 @@ def test_rows_of_any_length_are_copied_and_added(rng):
             rows, sums = jax.jit(_row_copies.take)(x, source), jax.jit(_row_copies.add)(x, positions)
         np.testing.assert_array_equal(rows, x[source])
         np.testing.assert_array_equal(sums, jnp.stack(wanted).astype(dtype))
-
-
-@pytest.mark.parametrize(("T", "A", "E", "groups", "block"), [(9, 3, 5, 2, 8), (350, 6, 5, 2, 64)])
-def test_rows_are_in_the_stable_order_of_experts(T, A, E, groups, block, rng):
-    which = rng.integers(0, E + 1, (T, A))
-    tiles = _routing.sorted_tiles(jnp.asarray(which, jnp.int32), jnp.ones((T, A)), E, groups, block)
-    flat, row, starts, filled = which.reshape(-1), 0, [], []
-    source, positions = np.zeros(tiles.size, int), np.full(T * A, -1)
-    for expert in range(E):
-        pairs = np.flatnonzero(flat == expert)
-        positions[pairs] = row + np.arange(len(pairs))
-        source[positions[pairs]] = pairs // A
-        blocks = -(-len(pairs) // block)
-        starts += [(expert, row // block + i) for i in range(0, blocks, groups)]
-        filled += [min(groups, blocks - i) for i in range(0, blocks, groups)]
-        row += blocks * block
-    np.testing.assert_array_equal(tiles.positions.reshape(-1), positions)
-    np.testing.assert_array_equal(tiles.source, source)
-    used = int(tiles.count[0])
-    assert list(zip(tiles.experts[:used].tolist(), tiles.starts[:used].tolist(), strict=True)) == starts
-    assert tiles.filled[:used].tolist() == filled
-    np.testing.assert_array_equal(tiles.real, np.isin(np.arange(tiles.size), positions))
-    np.testing.assert_array_equal(np.asarray(tiles.weights)[: tiles.size], np.asarray(tiles.real, float))
 
 
 def test_paths_are_chosen_from_shapes_alone():
