@@ -24,7 +24,7 @@ from pallas_kernels import paged_attention as paged_kernels
 from pallas_kernels.paged_attention import decode
 from parity import execution, tolerances
 from scripts import bench, timing_table
-from scripts._bench import ceilings, contest, peers, timing
+from scripts._bench import ceilings, contest, peers, targets, timing
 
 MERGE = registry.find("merge_states")
 TOP = ceilings.Ceilings(copy=4e12, matmul=8e14, matmul8=16e14)
@@ -315,16 +315,16 @@ def test_the_error_is_relative_and_ignores_infinities():
 
 
 def test_every_target_has_its_case_and_its_peer():
-    """Rows of the table of targets in docs/benchmarks.md."""
-    text = (bench.ROOT / "docs/benchmarks.md").read_text("utf-8")
-    part = text.partition("## What covers which target")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in part.splitlines() if row.startswith("|")]
-    assert len(rows[2:]) > 30
-    for _, name, case, peer in rows[2:]:
-        mechanism = registry.find(name)
-        assert "bench" in next(c.tags for c in mechanism.cases if c.name == case)
-        library = "torch" if peer.startswith("torch") else "vllm"
-        assert peers.find(mechanism, library), f"{name} has no {library} peer"
+    assert len(targets.TARGETS) > 30
+    for target in targets.TARGETS:
+        mechanism = registry.find(target.mechanism)
+        cases = {c.name: c.tags for c in mechanism.cases}
+        assert "bench" in cases[target.case], f"{target.title}: {target.case} is not timed"
+        if target.own:
+            assert "bench" in cases[target.peer], f"{target.title}: {target.peer} is not timed"
+        else:
+            library = "torch" if target.peer == "dense" else "vllm"
+            assert peers.find(mechanism, library), f"{target.mechanism} has no {library} peer"
 
 
 @pytest.mark.parametrize("name", ["align_block_size", "permute", "unpermute"])
