@@ -326,7 +326,7 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
     """Fetch the blocks of inputs of `count` tiles; what lies outside the operands becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    rows = min(c.rows, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
 
     def tile(turn, _):
         row, feature = origin(turn)

@@ -294,7 +294,7 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     """Fetch one tile's weight and activations; what lies outside becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.tokens, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    rows = min(c.tokens, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
     columns = pl.ds(column, x.columns)
 
     def step(j, _):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn import quantize_fp8, scaled_matmul
 from jaxattn.ops.scaled_matmul import MECHANISM, make_inputs
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.scaled_matmul import Config, configs, default_config
 
 E4M3 = "float8_e4m3fn"
@@ -146,6 +146,20 @@ def test_configurations_that_do_not_fit(config, message, rng):
     args = make_inputs(rng, 5, 256, 128)
     with _mosaic.interpret(), pytest.raises(ValueError, match=f"^scaled_matmul: {re.escape(message)}(\n|$)"):
         scaled_matmul(**args, implementation="mosaic", config=config)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_odd_rows_compile_where_thread_blocks_share_them():
+    shapes = {
+        "a": ((67, 256), E4M3),
+        "b": ((18432, 256), E4M3),
+        "a_scale": ((67,), "float32"),
+        "b_scale": ((), "float32"),
+    }
+    args = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+    assert default_config(**MECHANISM.prepare(**args)).cluster == 2
+    _aot.compile_h200(lambda args: scaled_matmul(**args, implementation="mosaic"), args)
 
 
 def test_quantize_multiply_is_near_the_product(rng):

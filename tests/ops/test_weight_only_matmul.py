@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxattn import weight_only_matmul
-from jaxattn.ops._weight_only_matmul_cases import make_inputs
+from jaxattn.ops._weight_only_matmul_cases import _tiled, make_inputs
 from jaxattn.ops.weight_only_matmul import MECHANISM
 from jaxattn.quant import tiles, weights
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.weight_only_matmul import Config, configs, default_config
 from parity.twins import weight_only_matmul as twin
 
@@ -104,6 +104,7 @@ def test_tiles_refuse(rng):
 CONFIGS = {
     "own-features": Config(tokens=64, warpgroups=2, stages=2),
     "own-features-cluster": Config(tokens=16, warpgroups=2, stages=2, cluster=2),
+    "own-features-cluster-odd": Config(tokens=32, warpgroups=1, stages=2, cluster=4),
     "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
     "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
@@ -203,6 +204,16 @@ def test_configurations_that_do_not_fit(config, message, rng):
     expected = f"^weight_only_matmul: {re.escape(message)}(\n|$)"
     with _mosaic.interpret(), pytest.raises(ValueError, match=expected):
         weight_only_matmul(**args, implementation="mosaic", config=config)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_odd_rows_compile_where_thread_blocks_share_them():
+    args = _tiled("gptq", "float16", N=67, M=256, F=256)
+    assert default_config(N=67, M=256, F=256, bits=4).cluster == 2
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in args.items() if name not in arrays}
+    _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
 
 
 def test_every_default_configuration_fits():
