@@ -110,6 +110,9 @@ CONFIGS = {
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
     "split-2-boxed": Config(tokens=32, warpgroups=2, split=True, stages=2, boxed=True),
     "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
+    "split-2-late": Config(tokens=32, warpgroups=2, split=True, deep=2, stages=2, late=True),
+    "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2, in_place=True, free=True),
+    "own-features-together-late": Config(tokens=64, warpgroups=1, stages=2, together=2, late=True, in_place=True),
 }
 
 
@@ -117,9 +120,10 @@ CONFIGS = {
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
     N, M = (24, 704) if CONFIGS[name].boxed else (21, 656)
-    args = make_inputs(rng, N, M, 256, "gptq", group=M)
-    args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), jnp.bfloat16)
-    args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), jnp.bfloat16)
+    dtype = "float16" if CONFIGS[name].in_place else "bfloat16"
+    args = make_inputs(rng, N, M, 256, "gptq", group=M, dtype=dtype)
+    args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), dtype)
+    args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), dtype)
     with _mosaic.interpret():
         got = weight_only_matmul(**args, implementation="mosaic", config=CONFIGS[name])
     np.testing.assert_array_equal(got, weight_only_matmul(**args, implementation="reference"))
@@ -170,6 +174,7 @@ def test_a_row_of_nan_spoils_no_other(rng):
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"boxed": True, "cluster": 2}, "boxed activations belong to one thread block, got cluster=2"),
         ({"width": 0}, "width must be at least 1, got 0"),
+        ({"together": 0}, "together must be at least 1, got 0"),
     ],
 )
 def test_wrong_configurations(options, message):
@@ -188,6 +193,8 @@ def test_wrong_configurations(options, message):
             Config(tokens=8, warpgroups=2, cluster=4),
             "cluster=4 needs output features in multiples of 512, got 64",
         ),
+        (Config(tokens=8, in_place=True), "in_place needs 4-bit integers and float16, got u4 and bfloat16"),
+        (Config(tokens=8, late=True), "late needs one scale for 128 inputs, got 2 (stored as value)"),
         (
             Config(tokens=8, stages=2, boxed=True),
             "boxed needs input features in multiples of 64 and up to 8 rows or a multiple, got 256 and 12",
