@@ -143,6 +143,29 @@ def test_all_problems_are_named_at_once_and_nothing_is_read(tmp_path, rng, monke
     )
 
 
+def test_many_problems_of_a_kind_are_one_line(tmp_path, rng):
+    """The tensors of another model: not a line for each of ten thousand experts' matrices."""
+    write(tmp_path, {f"blocks.{i}.experts.{e}.w": np.zeros((3, 4), BF16) for i in range(4) for e in range(8)}, 2)
+    with pytest.raises(CheckpointError) as e:
+        opened(tmp_path)
+    head, hint, *rest = str(e.value).splitlines()
+    assert head == f"Small: the checkpoint {tmp_path} must hold the model's tensors, got 42 problems:"
+    assert hint == "  most of them are not there: config.json may be that of another checkpoint"
+    assert sorted(rest) == sorted(
+        [
+            f"  {tmp_path}: embed.weight: missing; must have shape [6, 4]",
+            f"  {tmp_path}: norm.weight: missing; must have shape [4]",
+            f"  {tmp_path}: layers.0.bias: missing; must have shape [3] (1 more of layers.*.bias)",
+            f"  {tmp_path}: layers.0.weight: missing; must have shape [3, 4] (1 more of layers.*.weight)",
+            f"  {tmp_path}: quantized.weight: missing; must have shape [4, 130]",
+            f"  {tmp_path}: quantized.weight_scale_inv: missing; must have shape [1, 2]",
+            f"  {tmp_path}: experts.0.w.weight: missing; must have shape [4, 3] (1 more of experts.*.w.weight)",
+            "  model-00001-of-00002.safetensors: blocks.0.experts.0.w: unknown; the model has no place for it "
+            "(31 more of blocks.*.experts.*.w)",
+        ]
+    )
+
+
 def test_a_truncated_shard_names_its_last_tensor(tmp_path, rng):
     write(tmp_path, tensors(rng), 3)
     shard = tmp_path / "model-00002-of-00003.safetensors"
