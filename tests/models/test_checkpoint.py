@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxattn.models import Checkpoint, CheckpointError, Piece
+from jaxattn.models import Checkpoint, CheckpointError, DeepseekV4Config, Piece
 from jaxattn.models.checkpoint import load
 from jaxattn.nn import QuantizedLinear
 from jaxattn.nn.norm import RMSNorm
+from scripts import make_tiny_checkpoints
 
 BF16 = jnp.bfloat16
+DATA = Path(__file__).resolve().parents[2] / "parity" / "data" / "models"
 
 
 class Stack(nnx.Module):
@@ -234,3 +237,22 @@ def test_broken_headers(entry, message, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path)
+
+
+def test_the_stored_checkpoints_are_those_of_the_script(tmp_path):
+    assert make_tiny_checkpoints.main([str(tmp_path)]) == 0
+    for folder in tmp_path.iterdir():
+        made, stored = ({p.name: p.read_bytes() for p in f.iterdir()} for f in (folder, DATA / folder.name))
+        assert made == stored
+    assert {f.name for f in tmp_path.iterdir()} == {f.name for f in DATA.iterdir() if f.is_dir()}
+
+
+def test_the_script_writes_deepseek_v4_if_it_is_named(tmp_path):
+    """The checkpoint that the documentation tells users to try."""
+    assert make_tiny_checkpoints.main([str(tmp_path), "--only", "deepseek_v4"]) == 0
+    (folder,) = tmp_path.iterdir()
+    checkpoint = Checkpoint.open(folder)
+    config = DeepseekV4Config.from_hf(checkpoint.config)
+    assert (config.ratios, config.mtp_blocks, config.linear_format) == ((1, 4, 128, 4), 1, "fp8_block")
+    assert [bool(moe.vocab) for moe in config.moe] == [True, True, False, False, False]
+    assert checkpoint.tensors["layers.0.ffn.experts.0.w1.weight"].dtype == "int8"
