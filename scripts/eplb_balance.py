@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for i in range(len(load)):
         old = ("-", "-") if before is None else (f"{balance(before)[i]:.3f}", f"{before[i].max():.4g}")
         print(f"{i:5d} {old[0]:>15} {balance(after)[i]:8.3f} {old[1]:>20} {after[i].max():10.4g}")
-    if a.svg is not None:
+    if a.svg is not None and before is not None:
         a.svg.write_text(picture(before[0], after[0]), "utf-8")
     return 0
 
