@@ -25,6 +25,7 @@ from jax._src.pallas.mosaic_gpu import core as _core
 from jax._src.pallas.mosaic_gpu import lowering as _lowering
 from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
+from jax._src.state import discharge as _discharge
 from jax._src.state import primitives as _state
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
@@ -113,6 +114,18 @@ def _races_found() -> bool:
 def interpreting() -> bool:
     """True inside `interpret()`; part of jit's cache key, so a traced function is never reused across the border."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def discharged(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` without the references that it makes with `jax.new_ref`: a kernel that writes to them returns them.
+
+    jit does so itself, but not inside `jax.custom_jvp`, where ops run kernels.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    pure = _discharge.discharge_state(closed)
+    return jax.tree.unflatten(
+        jax.tree.structure(shapes), jax.core.eval_jaxpr(pure.jaxpr, pure.consts, *jax.tree.leaves(args))
+    )
 
 
 # ---------------------------------------------------------------- device code
