@@ -148,7 +148,12 @@ def launch(
     def with_messages(*inputs):
         return run(jax.new_ref(jnp.zeros((p.tiles, p.members, TOKENS, _exchange.WORDS), f32)), *inputs)
 
-    o, *rest = _mosaic.discharged(with_messages, *inputs.values())
+    # vmap would launch more thread blocks than run at the same time
+    @jax.custom_batching.sequential_vmap
+    def one_launch(inputs):
+        return _mosaic.discharged(with_messages, *inputs)
+
+    o, *rest = one_launch(list(inputs.values()))
     if update is not None:
         rest[0] = rest[0].reshape(N, width)
     return o.reshape(N, M), *rest
@@ -235,10 +240,10 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
 
     def fetch(i):
         slot = lax.rem(i, i32(p.stages))
-        there = plgpu.transpose_ref(r.ring.at[slot], (2, 0, 1, 3))
+        there = r.ring.at[slot].transpose((2, 0, 1, 3))
         plgpu.copy_gmem_to_smem(r.x.at[tokens(i), :, pieces], there, r.loaded.at[slot])
         if p.updated:
-            there = plgpu.transpose_ref(r.y_ring.at[slot], (1, 0, 2))
+            there = r.y_ring.at[slot].transpose((1, 0, 2))
             plgpu.copy_gmem_to_smem(r.y.at[tokens(i), pieces], there, r.loaded.at[slot])
 
     def update(i):
@@ -246,7 +251,7 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
         plgpu.barrier_wait(r.loaded.at[slot])
         lax.fori_loop(0, _PIECES, lambda k, _: _update(r, slot, k, tile(i), strips), None)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(plgpu.transpose_ref(r.ring.at[slot], (2, 0, 1, 3)), r.new.at[tokens(i), :, pieces])
+        plgpu.copy_smem_to_gmem(r.ring.at[slot].transpose((2, 0, 1, 3)), r.new.at[tokens(i), :, pieces])
         plgpu.barrier_arrive(r.updated.at[slot])
 
     def step(i, asked):
@@ -274,7 +279,7 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
                 mixed += _inline_memory.load_span(r.ring.at[slot, stream, piece], strips).astype(f32) * gate
             _inline_memory.store_span(r.out.at[piece], mixed.astype(jnp.bfloat16), strips)
         plgpu.commit_smem()  # the whole slot is read, by the multipliers before they sent
-        plgpu.copy_smem_to_gmem(plgpu.transpose_ref(r.out, (1, 0, 2)), r.o.at[tokens(i), pieces])
+        plgpu.copy_smem_to_gmem(r.out.transpose((1, 0, 2)), r.o.at[tokens(i), pieces])
         pl.when(i + p.stages < count)(lambda: fetch(i + p.stages))
         return asked
 

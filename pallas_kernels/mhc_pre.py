@@ -370,7 +370,7 @@ def _finish(x, parts, squares, scale, base, *, C, span, eps, rms_eps, **numbers)
 
 def _finish_matrices(N, M, parts, squares, scale, base, *, C, **numbers) -> tuple[jax.Array, ...]:
     """Output gates and matrices alone."""
-    gates, blocks, matrices = _matrices(parts, N, C, M, **numbers)
+    gates, blocks, matrices = _matrices(parts, N, C, M, unrolled=True, **numbers)
 
     def body(*refs):
         matrices(lax.axis_index("block"), *refs)
@@ -392,7 +392,9 @@ def _by_kind(parts: jax.Array, C: int) -> jax.Array:
     return parts.reshape(splits, rows, outputs // C, C)
 
 
-def _matrices(parts, N, C, M, *, iters, post_mult, eps, rms_eps) -> tuple[list[Any], int, Callable[..., None]]:
+def _matrices(
+    parts, N, C, M, *, iters, post_mult, eps, rms_eps, unrolled=False
+) -> tuple[list[Any], int, Callable[..., None]]:
     """Types of output gates and matrices, how many thread blocks make them, and what block `index` does.
 
     `do(index, parts, squares, scale, base, post, comb)` of references; parts as `_by_kind`, base [O / C, C].
@@ -408,6 +410,8 @@ def _matrices(parts, N, C, M, *, iters, post_mult, eps, rms_eps) -> tuple[list[A
         return plgpu.load(ref, layout=kind, optimized=False)
 
     def total(pick, kind):
+        if unrolled:  # all loads are under way at once
+            return functools.reduce(operator.add, [load(pick(i), kind) for i in range(splits)])
         return lax.fori_loop(1, splits, lambda i, found: found + load(pick(i), kind), load(pick(0), kind))
 
     def divided(a, axis, smallest):
