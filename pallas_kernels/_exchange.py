@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
 from pallas_kernels._inline import arith, bits, ir, llvm, mgpu, utils
-from pallas_kernels._inline_mma import TOKENS, _integers, _one, address, assembly
+from pallas_kernels._inline_mma import TOKENS, address, assembly, integers, one
 
 SENT = 5
 """Numbers of a token: four products and a sum of squares."""
@@ -113,8 +113,8 @@ def _publish_plainly(half, sums_ref, squares_ref, messages_ref, rest):
         return sum(parts[1:], parts[0])
 
     sums, squares = total(sums_ref), total(squares_ref)
-    one, zero = jnp.ones_like(squares), jnp.zeros_like(squares)
-    words = [sums[:, 0], sums[:, 1], sums[:, 2], one, sums[:, 3], squares, zero, one]
+    mark, zero = jnp.ones_like(squares), jnp.zeros_like(squares)
+    words = [sums[:, 0], sums[:, 1], sums[:, 2], mark, sums[:, 3], squares, zero, mark]
     messages_ref[tokens] = jnp.stack(words, 1)
     if rest:
         kept_ref, total_ref = rest
@@ -134,7 +134,7 @@ def ask(messages_ref: Any, most: int) -> jax.Array:
 
     def emit(context, messages):
         del context
-        return _integers(_look(_places(messages, range(turns))), layout)
+        return integers(_look(_places(messages, range(turns))), layout)
 
     out = plgpu.ShapeDtypeStruct((128 * WORDS * turns,), jnp.int32, layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
@@ -218,7 +218,7 @@ def _everywhere(x, layout):
     """An array [16] of which each thread has one number."""
     registers = np.empty(layout.registers_shape((TOKENS,)), object)
     for i in np.ndindex(registers.shape):
-        registers[i] = _one(x)
+        registers[i] = one(x)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

@@ -66,7 +66,7 @@ def weights(ref: Any) -> jax.Array:
             zero = arith.constant(f32, 0.0)
             numbers = [arith.select(inside, x, zero) for x in numbers]
             found += _split(*numbers)
-        return _integers(found, layout)
+        return integers(found, layout)
 
     out = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
@@ -134,7 +134,7 @@ def multiply(ref: Any, weights: jax.Array, outputs: int) -> tuple[jax.Array, jax
             squares = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in squares]
         rows = np.empty(fragments.WGMMA_ROW_LAYOUT.registers_shape((4 * TOKENS,)), object)
         for i, x in zip(np.ndindex(rows.shape), squares, strict=True):
-            rows[i] = _one(x)
+            rows[i] = one(x)
         of_rows = mgpu.FragmentedArray(_registers=rows, _layout=fragments.WGMMA_ROW_LAYOUT, _is_signed=None)
         return _inline.array(sums, 8 * tiles, jnp.float32), of_rows
 
@@ -215,14 +215,14 @@ def _add_squares(total, register):
     return total
 
 
-def _one(x):
+def one(x):
     return fragments.vector.broadcast(ir.VectorType.get((1,), x.type), x)
 
 
-def _integers(registers, layout):
+def integers(registers, layout):
     """An array of int32 in a strided layout of single numbers."""
     kind = layout.to_mgpu()
     values = np.empty(kind.registers_shape((128 * len(registers),)), object)
     for i, x in zip(np.ndindex(values.shape), registers, strict=True):
-        values[i] = _one(x)
+        values[i] = one(x)
     return mgpu.FragmentedArray(_registers=values, _layout=kind, _is_signed=True)

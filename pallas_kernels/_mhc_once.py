@@ -13,6 +13,7 @@ All thread blocks must run at the same time: no more are launched than there are
 
 import dataclasses
 import functools
+import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,9 +275,10 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for piece in range(_PIECES):
-            mixed = 0.0
-            for stream, gate in enumerate(gates):
-                mixed += _inline_memory.load_span(r.ring.at[slot, stream, piece], strips).astype(f32) * gate
+            streams = [_inline_memory.load_span(r.ring.at[slot, i, piece], strips) for i in range(_STREAMS)]
+            mixed = functools.reduce(
+                operator.add, [x.astype(f32) * gate for x, gate in zip(streams, gates, strict=True)]
+            )
             _inline_memory.store_span(r.out.at[piece], mixed.astype(jnp.bfloat16), strips)
         plgpu.commit_smem()  # the whole slot is read, by the multipliers before they sent
         plgpu.copy_smem_to_gmem(r.out.transpose((1, 0, 2)), r.o.at[tokens(i), pieces])

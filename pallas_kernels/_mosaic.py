@@ -123,9 +123,8 @@ def discharged(fn: Callable[..., Any], *args: Any) -> Any:
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     pure = _discharge.discharge_state(closed)
-    return jax.tree.unflatten(
-        jax.tree.structure(shapes), jax.core.eval_jaxpr(pure.jaxpr, pure.consts, *jax.tree.leaves(args))
-    )
+    run: Any = jax.extend.core.jaxpr_as_fun(pure)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
 
 
 # ---------------------------------------------------------------- device code
