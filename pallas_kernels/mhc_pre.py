@@ -11,6 +11,8 @@ those first that the products read last, and warps do not wait for each other ar
 Where the streams are updated first, `_updated_products` takes the place of `products`: a step is the same 64 columns
 of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
 and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
+
+With `once` the kernel of `_mhc_once` makes the layer's input in one pass, and `_finish_matrices` the rest.
 """
 
 import dataclasses
