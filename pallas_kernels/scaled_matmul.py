@@ -8,13 +8,15 @@ FP8 tensor cores keep about 14 bits of a running sum, so the sum of each block o
 `PROMOTE` such blocks, is added to a float32 sum in registers. INT8 sums are int32, exact.
 
 Activations [N, groups, M] multiply a block-diagonal weight: features are shared out equally, each to its own inputs.
+With `row_tiles` rows are shared out among weights [E, F, M]: a tile's rows have one weight, and it stores no others
+(`grouped_matmul`; bfloat16, too, whose sums stay on the tensor cores as INT8's do).
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mosaic, _row_tiles
 
 BLOCK = 128
 """Inputs of one step: a swizzle span of 8-bit codes."""
@@ -32,6 +34,8 @@ TOGETHER = 8
 """Steps written out in a row; the tensor cores run dry after them only."""
 SCALES = 4
 """Columns of block scales that are fetched together: TMA copies 16 bytes at least."""
+FEW = 16
+"""Rows that are fetched for a tile that has no more, where tiles may be partial."""
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 TILES = ((128, 128, 6), (128, 64, 8), (64, 64, 6), (64, 32, 8), (64, 16, 8))
 """Rows, features and stages by default, large tiles first."""
@@ -86,6 +90,8 @@ class _Plan:
     config: Config
     groups: int | None = None
     """Of inputs and features, None = activations are a matrix."""
+    tiles: int | None = None
+    """Of rows, at most, where each has its own weight; None = one weight."""
 
     @property
     def together(self) -> int:
@@ -104,6 +110,16 @@ class _Plan:
         return self.a_dtype == jnp.int8
 
     @property
+    def running(self) -> bool:
+        """Tensor cores add up all inputs."""
+        return self.a_dtype in (jnp.int8, jnp.bfloat16, jnp.float16) and not self.blocks
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one step's span."""
+        return BLOCK // self.a_dtype.itemsize
+
+    @property
     def parts(self) -> int:
         """Blocks of inputs of one step."""
         return 2 if self.config.split else 1
@@ -111,7 +127,7 @@ class _Plan:
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return pl.cdiv(pl.cdiv(self.M, BLOCK), self.parts)
+        return pl.cdiv(pl.cdiv(self.M, self.inputs), self.parts)
 
     @property
     def waves(self) -> int:
@@ -130,21 +146,23 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along rows and along features, the latter by cluster."""
-        return pl.cdiv(self.N, self.config.rows), pl.cdiv(self.F, self.config.features * self.config.cluster)
+        """Tiles along rows, at most, and along features, the latter by cluster."""
+        rows = pl.cdiv(self.N, self.config.rows) if self.tiles is None else self.tiles
+        return rows, pl.cdiv(self.F, self.config.features * self.config.cluster)
 
 
 def _plan(config: Config, *, a, b, block, out_dtype, **_) -> _Plan:
     return _Plan(
         N=a.shape[0],
         M=a.shape[-1],
-        F=b.shape[0],
+        F=b.shape[-2],
         a_dtype=jnp.dtype(a.dtype),
         b_dtype=jnp.dtype(b.dtype),
         out_dtype=jnp.dtype(out_dtype),
         blocks=block is not None,
         config=config,
         groups=a.shape[1] if len(a.shape) == 3 else None,
+        tiles=_row_tiles.most(a.shape[0], b.shape[0], config.rows) if len(b.shape) == 3 else None,
     )
 
 
@@ -197,7 +215,7 @@ def configs(**args) -> Iterator[Config]:
 
 def _illegal(x: _Plan) -> str | None:
     c = x.config
-    if c.rows == 256 and x.total != i32 and not x.blocks:
+    if c.rows == 256 and not x.running and not x.blocks:
         return "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"
     if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
         given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
@@ -216,8 +234,8 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     out = _inline.span(x.piece * x.out_dtype.itemsize)
     writers = 1 if c.split else 2
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
-        "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
+        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, x.inputs), x.a_dtype, transforms=tiles),
+        "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, x.inputs), x.b_dtype, transforms=tiles),
         "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
@@ -233,20 +251,24 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- launch
-def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, block, out_dtype):
+def scaled_matmul(
+    *, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, block, out_dtype, row_tiles=None, name="scaled_matmul"
+):
     """Run the kernel on prepared arguments of `jaxattn.scaled_matmul`.
+
+    With `row_tiles`, see `_row_tiles.tables`, the weight is [E, F, M]; only block scales go with it, or none.
 
     Raises:
         ValueError: `config` does not fit these shapes.
     """
     x = _plan(config, a=a, b=b, block=block, out_dtype=out_dtype)
     if reason := _illegal(x):
-        raise ValueError(f"scaled_matmul: {reason}")
-    inputs = {"a": a, "b": b}
+        raise ValueError(f"{name}: {reason}")
+    inputs = {"a": a, "b": b} | (row_tiles or {})
     rows, columns = x.grid[0] * config.rows, x.grid[1] * config.features * config.cluster
     if x.blocks:
         inputs |= {"a_scale": _padded(a_scale, SCALES, axis=a_scale.ndim - 1), "b_scale": b_scale}
-    else:
+    elif a_scale is not None:
         inputs |= {"a_scale": _padded(a_scale, rows), "b_scale": _padded(b_scale, columns)}
     if azp is not None:
         sums = jnp.sum(b, 1, dtype=i32) if b_sums is None else b_sums
@@ -256,7 +278,7 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
 
     def body(*refs, **scratch):
         given = dict(zip((*inputs, "o"), refs, strict=True))
-        _block(x, SimpleNamespace(**dict.fromkeys(("azp", "sums", "bias")) | given | scratch))
+        _block(x, SimpleNamespace(**dict.fromkeys(("a_scale", "b_scale", "azp", "sums", "bias")) | given | scratch))
 
     blocks = min(_mosaic.num_sms() // config.cluster, x.grid[0] * x.grid[1])
     return plgpu.kernel(
@@ -269,7 +291,7 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
         cluster_names=("member",),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name="scaled_matmul",
+        kernel_name=name,
     )(*inputs.values())
 
 
@@ -282,23 +304,37 @@ def _padded(x, multiple: int, axis: int = 0):
 
 
 # ---------------------------------------------------------------- device code
+class _Place(NamedTuple):
+    """Where a tile lies; where there are several weights, also which one it has and where that one's rows end."""
+
+    row: Any
+    feature: Any
+    weight: Any = None
+    end: Any = None
+
+
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks = x.config, lax.axis_size("block")
-    tiles = x.grid[0] * x.grid[1]
+    rows = x.grid[0] if x.tiles is None else r.count[0]
     me = lax.axis_index("block")
-    count = lax.div(tiles - me + (blocks - 1), i32(blocks))
+    count = lax.div(rows * x.grid[1] - me + (blocks - 1), i32(blocks))
     warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
 
-    def origin(turn):
-        """First row and first feature of this block's tile."""
-        m, n = plgpu.planar_snake(me + turn * blocks, x.grid, 1, c.width)
-        return m * c.rows, (n * c.cluster + member) * c.features
+    def place(turn):
+        """Where the tile of a turn lies."""
+        shape = x.grid if x.tiles is None else (jnp.maximum(rows, 1), x.grid[1])
+        m, n = plgpu.planar_snake(me + turn * blocks, shape, 1, c.width)
+        feature = (n * c.cluster + member) * c.features
+        if x.tiles is None:
+            return _Place(m * c.rows, feature)
+        m = jnp.minimum(m, x.tiles - 1)  # one turn too many is asked for
+        return _Place(r.first[m], feature, r.weight[m], r.end[m])
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        _load(x, r, count, origin)
+        _load(x, r, count, place)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
@@ -307,44 +343,60 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         plgpu.set_max_registers(240, action="increase")
 
-        def tile(turn, _):
-            row, feature = origin(turn)
-            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, feature)
+        def tile(turn, weight):
+            ahead = None if weight is None else place(turn + 1).weight  # loads from global memory take long
+            at = place(turn)._replace(weight=weight)
+            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, at)
+            at = at if weight is None else place(turn)  # asked once more: registers are scarce until here
             if c.split:
-                _add_up(x, r, turn, warpgroup, sums, row, feature)
+                _add_up(x, r, turn, warpgroup, sums, at)
             else:
-                first = row + warpgroup * (c.rows // 2)
-                _store(x, r, r.tile.at[warpgroup], sums, first, feature)
+                _store(x, r, r.tile.at[warpgroup], sums, at._replace(row=at.row + warpgroup * (c.rows // 2)))
+            return ahead
 
-        lax.fori_loop(0, count, tile, None)
+        lax.fori_loop(0, count, tile, place(0).weight)
         plgpu.wait_smem_to_gmem(0)
+        if x.tiles is not None:
+            _row_tiles.clear(r.tile, r.o, r.count[1], warpgroup, me * c.cluster + member, blocks * c.cluster)
         if c.split:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(r.taken))
+            pl.when((warpgroup == 1) & (count > 0))(lambda: plgpu.barrier_wait(r.taken))
 
 
-def _load(x: _Plan, r: Any, count, origin) -> None:
+def _load(x: _Plan, r: Any, count, place) -> None:
     """Fetch the blocks of inputs of `count` tiles; what lies outside the operands becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    most = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
 
     def tile(turn, _):
-        row, feature = origin(turn)
-        mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
+        at = place(turn)
+        features = pl.ds(at.feature, c.features)
+        group = () if x.groups is None else (lax.div(at.feature, i32(x.together)),)
+        few = None if at.end is None or most <= FEW else at.end - at.row <= FEW
 
         def step(j, _):
-            at = turn * x.steps + j
-            slot = lax.rem(at, i32(c.stages))
+            number = turn * x.steps + j
+            slot = lax.rem(number, i32(c.stages))
             full = r.full.at[slot]
-            pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-            for part in range(x.parts):
-                inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-                plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
-                plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, pl.ds(0, rows)], full, **share)
-            if x.blocks:
-                first = lax.div(j * x.parts, i32(SCALES)) * SCALES
-                scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
-                plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
+            pl.when(number >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+
+            def fetch(rows):
+                mine, to = (pl.ds(at.row, rows), *group), pl.ds(0, rows)
+                for part in range(x.parts):
+                    inputs = pl.ds((j * x.parts + part) * x.inputs, x.inputs)
+                    weight = (features, inputs) if at.weight is None else (at.weight, features, inputs)
+                    plgpu.copy_gmem_to_smem(r.b.at[weight], r.b_ring.at[slot, part], full)
+                    plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, to], full, **share)
+                if x.blocks:
+                    first = lax.div(j * x.parts, i32(SCALES)) * SCALES
+                    scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
+                    plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, to], full)
+
+            if few is None:
+                fetch(most)
+            else:
+                pl.when(few)(lambda: fetch(FEW))
+                pl.when(jnp.logical_not(few))(lambda: fetch(most))
 
         lax.fori_loop(0, x.steps, step, None)
 
@@ -383,11 +435,13 @@ def _slots(x: _Plan, first, count: int) -> list:
     return slots
 
 
-def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
     """Sums of one tile with a scale per row and block of inputs: one float32 [64, features] per wave."""
     c = x.config
     part = warpgroup if c.split else 0
-    scale_row, last = x.scale_row(feature), pl.cdiv(x.M, BLOCK) - 1
+    scale_row, last = x.scale_row(at.feature), pl.cdiv(x.M, BLOCK) - 1
+    if at.weight is not None:
+        scale_row = scale_row + at.weight * pl.cdiv(x.F, BLOCK)
 
     def b_scales(j, count):
         return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
@@ -440,21 +494,21 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     return multiply(whole * TOGETHER, sums, scales[:rest]) if rest else sums
 
 
-def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
     """Sums of one tile without scales: [64, features] per wave, int32 or float32."""
     c = x.config
-    del feature
-    part, chain = warpgroup if c.split else 0, TOGETHER if x.integer else PROMOTE
+    del at
+    part, chain = warpgroup if c.split else 0, TOGETHER if x.running else PROMOTE
 
     def multiply(j, before, count):
-        """`count` steps; int32 sums go on, FP8 products of `chain` steps are added to float32 sums."""
+        """`count` steps; sums of INT8 and bfloat16 go on, FP8 products of `chain` steps are added to float32 sums."""
         sums: list[Any] = [None] * x.waves if before is None else list(before)
-        running: list[Any] = list(sums) if x.integer else [None] * x.waves
+        running: list[Any] = list(sums) if x.running else [None] * x.waves
 
         def begin(i, slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                old = None if i % chain == 0 and not x.integer else running[wave]
+                old = None if i % chain == 0 and not x.running else running[wave]
                 if old is None and i > 0:
                     finished[i - 1, wave] = running[wave]
                 a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
@@ -468,7 +522,7 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
             for wave in range(x.waves):
                 products = finished.pop((i, wave), running[wave])
                 products = _inline.settle(products, pending + x.waves - 1 - wave)
-                sums[wave] = products if x.integer else sums[wave] + products
+                sums[wave] = products if x.running else sums[wave] + products
                 used[i, wave] = products
 
         finished, used = {}, {}
@@ -476,7 +530,7 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
         return tuple(sums)
 
     whole, rest = divmod(x.steps, TOGETHER)
-    if x.integer:
+    if x.running:
         first = rest or TOGETHER
         sums = multiply(0, None, first)
         more = (x.steps - first) // TOGETHER
@@ -486,7 +540,7 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     return multiply(whole * TOGETHER, sums, rest) if rest else sums
 
 
-def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> None:
+def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _Place) -> None:
     """The first warpgroup adds the second one's sums to its own and stores."""
 
     @pl.when(warpgroup == 1)
@@ -500,18 +554,25 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> Non
         plgpu.barrier_wait(r.sent)
         both = sums[0] + plgpu.load(r.other, layout=_inline.WGMMA, optimized=False)
         plgpu.barrier_arrive(r.taken)
-        _store(x, r, r.tile.at[0], (both,), row, feature)
+        _store(x, r, r.tile.at[0], (both,), at)
 
 
-def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature) -> None:
+def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _Place) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
     for wave, column in itertools.product(range(len(sums)), range(0, x.config.features, x.piece)):
-        first, at = row + wave * 64, feature + column
-        value = _finished(x, r, sums[wave][:, column : column + x.piece], first, at)
+        first, feature = at.row + wave * 64, at.feature + column
+        value = _finished(x, r, sums[wave][:, column : column + x.piece], first, feature)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
+
+        def where(start, count, first=first, feature=feature):
+            return r.o.at[pl.ds(first + start, count), pl.ds(feature, x.piece)]
+
+        if at.end is None:
+            plgpu.copy_smem_to_gmem(tile, where(0, 64))
+        else:
+            _row_tiles.send(tile, where, at.end - first)
 
 
 def _finished(x: _Plan, r: Any, value, row, feature):
@@ -532,7 +593,7 @@ def _finished(x: _Plan, r: Any, value, row, feature):
     if r.azp is not None:
         value = value - along_rows(r.azp) * along_features(r.sums)
     value = value.astype(f32)
-    if not x.blocks:
+    if not x.blocks and r.b_scale is not None:
         value = value * along_features(r.b_scale) * along_rows(r.a_scale)
     if r.bias is not None:
         value = value + along_features(r.bias)
