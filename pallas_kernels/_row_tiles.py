@@ -1,7 +1,7 @@
 """Tiles of rows that lie in groups, each with a weight of its own: the tables, and how a partial tile is stored."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,15 @@ def tables(offsets: jax.Array, N: int, rows: int) -> dict[str, jax.Array]:
 
 
 # ---------------------------------------------------------------- device code
+class Place(NamedTuple):
+    """Where a tile lies; where there are several weights, also which one it has and where that one's rows end."""
+
+    row: Any
+    feature: Any
+    weight: Any = None
+    end: Any = None
+
+
 def send(tile: Any, o: Callable[[Any, int], Any], count) -> None:
     """Start to write the first `count` of 64 rows of shared memory; `o(start, size)` is where they go.
 

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,12 @@ class _Plan:
     def steps(self) -> int:
         """Steps of a tile."""
         return pl.cdiv(pl.cdiv(self.M, self.inputs), self.parts)
+
+    @property
+    def written(self) -> int:
+        """Steps written out in a row; a divisor where steps left over, before the branches of partial tiles, spill."""
+        all_fit = self.tiles is None or self.config.split
+        return TOGETHER if all_fit else max(n for n in range(1, TOGETHER + 1) if self.steps % n == 0)
 
     @property
     def waves(self) -> int:
@@ -304,15 +310,6 @@ def _padded(x, multiple: int, axis: int = 0):
 
 
 # ---------------------------------------------------------------- device code
-class _Place(NamedTuple):
-    """Where a tile lies; where there are several weights, also which one it has and where that one's rows end."""
-
-    row: Any
-    feature: Any
-    weight: Any = None
-    end: Any = None
-
-
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks = x.config, lax.axis_size("block")
@@ -327,9 +324,9 @@ def _block(x: _Plan, r: Any) -> None:
         m, n = plgpu.planar_snake(me + turn * blocks, shape, 1, c.width)
         feature = (n * c.cluster + member) * c.features
         if x.tiles is None:
-            return _Place(m * c.rows, feature)
+            return _row_tiles.Place(m * c.rows, feature)
         m = jnp.minimum(m, x.tiles - 1)  # one turn too many is asked for
-        return _Place(r.first[m], feature, r.weight[m], r.end[m])
+        return _row_tiles.Place(r.first[m], feature, r.weight[m], r.end[m])
 
     @pl.when(warpgroup == 2)
     def _():
@@ -435,7 +432,7 @@ def _slots(x: _Plan, first, count: int) -> list:
     return slots
 
 
-def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
+def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
     """Sums of one tile with a scale per row and block of inputs: one float32 [64, features] per wave."""
     c = x.config
     part = warpgroup if c.split else 0
@@ -486,15 +483,16 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
 
     def steps(n, carry):
         sums, scales = carry
-        return multiply(n * TOGETHER, sums, scales), b_scales((n + 1) * TOGETHER, TOGETHER)
+        return multiply(n * x.written, sums, scales), b_scales((n + 1) * x.written, x.written)
 
     zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
-    whole, rest = divmod(x.steps, TOGETHER)
-    sums, scales = lax.fori_loop(0, whole, steps, ((zero,) * x.waves, b_scales(0, TOGETHER)))
-    return multiply(whole * TOGETHER, sums, scales[:rest]) if rest else sums
+    whole, rest = divmod(x.steps, x.written)
+    turns = whole if at.weight is None else whole + jnp.minimum(at.weight, 0)  # one turn would be unrolled, and spill
+    sums, scales = lax.fori_loop(0, turns, steps, ((zero,) * x.waves, b_scales(0, x.written)))
+    return multiply(whole * x.written, sums, scales[:rest]) if rest else sums
 
 
-def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
+def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
     """Sums of one tile without scales: [64, features] per wave, int32 or float32."""
     c = x.config
     del at
@@ -529,18 +527,18 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _Place) -> tuple:
         _in_turn(x, r, turn, j, count, begin, end)
         return tuple(sums)
 
-    whole, rest = divmod(x.steps, TOGETHER)
+    whole, rest = divmod(x.steps, x.written)
     if x.running:
-        first = rest or TOGETHER
+        first = rest or x.written
         sums = multiply(0, None, first)
-        more = (x.steps - first) // TOGETHER
-        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * TOGETHER, sums, TOGETHER), sums)
+        more = (x.steps - first) // x.written
+        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * x.written, sums, x.written), sums)
     zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
     sums = lax.fori_loop(0, whole, lambda n, sums: multiply(n * TOGETHER, sums, TOGETHER), (zero,) * x.waves)
     return multiply(whole * TOGETHER, sums, rest) if rest else sums
 
 
-def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _Place) -> None:
+def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _row_tiles.Place) -> None:
     """The first warpgroup adds the second one's sums to its own and stores."""
 
     @pl.when(warpgroup == 1)
@@ -557,7 +555,7 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _Place) -> None:
         _store(x, r, r.tile.at[0], (both,), at)
 
 
-def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _Place) -> None:
+def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _row_tiles.Place) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
     for wave, column in itertools.product(range(len(sums)), range(0, x.config.features, x.piece)):
         first, feature = at.row + wave * 64, at.feature + column
