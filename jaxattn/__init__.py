@@ -9,6 +9,7 @@ from jaxattn.ops.compressor import compressor
 from jaxattn.ops.eplb import choose_replica, eplb, expert_load
 from jaxattn.ops.experts import experts
 from jaxattn.ops.gated_activation import gated_activation
+from jaxattn.ops.grouped_matmul import grouped_matmul
 from jaxattn.ops.grouped_projection import grouped_projection
 from jaxattn.ops.hadamard_transform import hadamard_transform
 from jaxattn.ops.indexer import indexer, indexer_keys
@@ -67,6 +68,7 @@ __all__ = [
     "explain",
     "gate_logits",
     "gated_activation",
+    "grouped_matmul",
     "grouped_projection",
     "hadamard_transform",
     "indexer",

@@ -33,7 +33,8 @@ arith: Any = fragments.arith
 memref: Any = fragments.memref
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
-_NAMES = {"float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "int8": "s8", "bfloat16": "bf16"}
+_NAMES = {"float8_e4m3fn": "e4m3", "uint8": "e4m3", "float8_e5m2": "e5m2", "int8": "s8"}
+_NAMES |= {"bfloat16": "bf16", "float16": "f16"}
 _M = 64
 
 
@@ -66,7 +67,7 @@ def start(
     """Start `sums + a @ b.T` of operands in shared memory; only `start` may use the result before `settle`.
 
     Args:
-        a: [64, 128] codes, memory as `span` says; bytes are codes of float8_e4m3fn. Or [64, 64] of bfloat16.
+        a: [64, 128] codes, memory as `span` says; bytes are codes of float8_e4m3fn. Or [64, 64] of bfloat16 or float16.
         b: [n, 128] or [n, 64], likewise.
         sums: float32 or int32 (INT8) [64, n], settled or not; None = 0 without setting registers to zero.
         over: with `sums` None, a settled array that is used up by now: the new one takes its registers. Else ptxas
@@ -252,7 +253,7 @@ def descriptor(x: Any, n: int | None, span_values: int = 128) -> tuple[Any, int]
 
 def _issue(a, b, n: int, a_name: str, b_name: str, sums: list, fresh: bool) -> list:
     """Start `sums + a @ b.T`, or with `fresh` `a @ b.T`: then the first instruction overwrites (scale-d = 0)."""
-    integer, depth = a_name == "s8", 16 if a_name == "bf16" else 32
+    integer, depth = a_name == "s8", 16 if a_name in ("bf16", "f16") else 32
     total, ending = ("s32", "") if integer else ("f32", ", 1, 1, 0, 0" if depth == 16 else ", 1, 1")
     (a_base, a_step), (b_base, b_step) = descriptor(a, None, 4 * depth), descriptor(b, n, 4 * depth)
     count = n // 2

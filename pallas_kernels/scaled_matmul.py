@@ -8,6 +8,8 @@ FP8 tensor cores keep about 14 bits of a running sum, so the sum of each block o
 `PROMOTE` such blocks, is added to a float32 sum in registers. INT8 sums are int32, exact.
 
 Activations [N, groups, M] multiply a block-diagonal weight: features are shared out equally, each to its own inputs.
+With `row_tiles` rows are shared out among weights [E, F, M]: a tile's rows have one weight, and it stores no others
+(`grouped_matmul`; bfloat16, too, whose sums stay on the tensor cores as INT8's do).
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mosaic, _row_tiles, _scaled_results
 
 BLOCK = 128
 """Inputs of one step: a swizzle span of 8-bit codes."""
@@ -32,6 +34,8 @@ TOGETHER = 8
 """Steps written out in a row; the tensor cores run dry after them only."""
 SCALES = 4
 """Columns of block scales that are fetched together: TMA copies 16 bytes at least."""
+FEW = 16
+"""Rows that are fetched for a tile that has no more, where tiles may be partial."""
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 TILES = ((128, 128, 6), (128, 64, 8), (64, 64, 6), (64, 32, 8), (64, 16, 8))
 """Rows, features and stages by default, large tiles first."""
@@ -95,6 +99,8 @@ class _Plan:
     config: Config
     groups: int | None = None
     """Of inputs and features, None = activations are a matrix."""
+    tiles: int | None = None
+    """Of rows, at most, where each has its own weight; None = one weight."""
 
     @property
     def together(self) -> int:
@@ -113,6 +119,16 @@ class _Plan:
         return self.a_dtype == jnp.int8
 
     @property
+    def running(self) -> bool:
+        """Tensor cores add up all inputs."""
+        return self.a_dtype in (jnp.int8, jnp.bfloat16, jnp.float16) and not self.blocks
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one step's span."""
+        return BLOCK // self.a_dtype.itemsize
+
+    @property
     def parts(self) -> int:
         """Blocks of inputs of one step."""
         return 2 if self.config.split else 1
@@ -120,7 +136,13 @@ class _Plan:
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return pl.cdiv(pl.cdiv(self.M, BLOCK), self.parts)
+        return pl.cdiv(pl.cdiv(self.M, self.inputs), self.parts)
+
+    @property
+    def written(self) -> int:
+        """Steps written out in a row; a divisor where steps left over, before the branches of partial tiles, spill."""
+        all_fit = self.tiles is None or self.config.split
+        return TOGETHER if all_fit else max(n for n in range(1, TOGETHER + 1) if self.steps % n == 0)
 
     @property
     def waves(self) -> int:
@@ -139,21 +161,23 @@ class _Plan:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Tiles along rows and along features, the latter by cluster."""
-        return pl.cdiv(self.N, self.config.rows), pl.cdiv(self.F, self.config.features * self.config.cluster)
+        """Tiles along rows, at most, and along features, the latter by cluster."""
+        rows = pl.cdiv(self.N, self.config.rows) if self.tiles is None else self.tiles
+        return rows, pl.cdiv(self.F, self.config.features * self.config.cluster)
 
 
 def _plan(config: Config, *, a, b, block, out_dtype, **_) -> _Plan:
     return _Plan(
         N=a.shape[0],
         M=a.shape[-1],
-        F=b.shape[0],
+        F=b.shape[-2],
         a_dtype=jnp.dtype(a.dtype),
         b_dtype=jnp.dtype(b.dtype),
         out_dtype=jnp.dtype(out_dtype),
         blocks=block is not None,
         config=config,
         groups=a.shape[1] if len(a.shape) == 3 else None,
+        tiles=_row_tiles.most(a.shape[0], b.shape[0], config.rows) if len(b.shape) == 3 else None,
     )
 
 
@@ -206,11 +230,13 @@ def configs(**args) -> Iterator[Config]:
 
 def _illegal(x: _Plan) -> str | None:
     c = x.config
-    if c.rows == 256 and x.total != i32 and not x.blocks:
+    if c.rows == 256 and not x.running and not x.blocks:
         return "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"
     if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
         given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
         return f"{given} needs output features in multiples of {c.features * c.cluster}, got {x.together}"
+    if x.tiles is not None and (c.early or c.wide or c.free):
+        return "early, wide and free are for one weight, not for one a group"
     if c.wide and (x.M % BLOCK or x.F % c.features):
         return f"wide needs inputs and features in multiples of {BLOCK} and {c.features}, got {x.M} and {x.F}"
     if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
@@ -226,13 +252,11 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     tiles = _inline.span()
     out = _inline.span(x.piece * x.out_dtype.itemsize)
     writers = 1 if c.split else 2
+    weight = (c.features, x.parts * BLOCK) if c.wide else (x.parts, c.features, x.inputs)
+    boxes = _inline.spans(c.features, BLOCK) if c.wide else tiles
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
-        "b_ring": plgpu.SMEM(
-            (c.stages, c.features, x.parts * BLOCK), x.b_dtype, transforms=_inline.spans(c.features, BLOCK)
-        )
-        if c.wide
-        else plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
+        "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, x.inputs), x.a_dtype, transforms=tiles),
+        "b_ring": plgpu.SMEM((c.stages, *weight), x.b_dtype, transforms=boxes),
         "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
         "full": plgpu.Barrier(num_arrivals=x.parts + (1 if c.wide else x.parts) + x.blocks, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
@@ -248,19 +272,24 @@ def _scratch(x: _Plan) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- launch
-def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, block, out_dtype):
+def scaled_matmul(
+    *, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, block, out_dtype, row_tiles=None, name="scaled_matmul"
+):
     """Run the kernel on prepared arguments of `jaxattn.scaled_matmul`.
+
+    With `row_tiles`, see `_row_tiles.tables`, the weight is [E, F, M]; only block scales go with it, or none.
 
     Raises:
         ValueError: `config` does not fit these shapes.
     """
     x = _plan(config, a=a, b=b, block=block, out_dtype=out_dtype)
     if reason := _illegal(x):
-        raise ValueError(f"scaled_matmul: {reason}")
-    inputs = {"a": a, "b": b}
+        raise ValueError(f"{name}: {reason}")
+    inputs = {"a": a, "b": b} | (row_tiles or {})
     if x.blocks and (missing := -a_scale.shape[-1] % SCALES):
         a_scale = jnp.pad(a_scale, [(0, 0)] * (a_scale.ndim - 1) + [(0, missing)])
-    inputs |= {"a_scale": a_scale, "b_scale": b_scale}
+    if a_scale is not None:
+        inputs |= {"a_scale": a_scale, "b_scale": b_scale}
     if azp is not None:
         inputs |= {"azp": azp, "sums": jnp.sum(b, 1, dtype=i32) if b_sums is None else b_sums}
     if bias is not None:
@@ -268,7 +297,7 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
 
     def body(*refs, **scratch):
         given = dict(zip((*inputs, "o"), refs, strict=True))
-        _block(x, SimpleNamespace(**dict.fromkeys(("azp", "sums", "bias")) | given | scratch))
+        _block(x, SimpleNamespace(**dict.fromkeys(("a_scale", "b_scale", "azp", "sums", "bias")) | given | scratch))
 
     blocks = min(_mosaic.num_sms() // config.cluster, x.grid[0] * x.grid[1])
     return plgpu.kernel(
@@ -281,7 +310,7 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
         cluster_names=("member",),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name="scaled_matmul",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
     )(*inputs.values())
 
@@ -290,20 +319,25 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
     c, blocks = x.config, lax.axis_size("block")
-    tiles = x.grid[0] * x.grid[1]
+    rows = x.grid[0] if x.tiles is None else r.count[0]
     me = lax.axis_index("block")
-    count = lax.div(tiles - me + (blocks - 1), i32(blocks))
+    count = lax.div(rows * x.grid[1] - me + (blocks - 1), i32(blocks))
     warpgroup, member = lax.axis_index("warpgroup"), lax.axis_index("member")
 
-    def origin(turn):
-        """First row and first feature of this block's tile."""
-        m, n = plgpu.planar_snake(me + turn * blocks, x.grid, 1, c.width)
-        return m * c.rows, (n * c.cluster + member) * c.features
+    def place(turn):
+        """Where the tile of a turn lies."""
+        shape = x.grid if x.tiles is None else (jnp.maximum(rows, 1), x.grid[1])
+        m, n = plgpu.planar_snake(me + turn * blocks, shape, 1, c.width)
+        feature = (n * c.cluster + member) * c.features
+        if x.tiles is None:
+            return _row_tiles.Place(m * c.rows, feature)
+        m = jnp.minimum(m, x.tiles - 1)  # one turn too many is asked for
+        return _row_tiles.Place(r.first[m], feature, r.weight[m], r.end[m])
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        _load(x, r, count, origin)
+        _load(x, r, count, place)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
@@ -312,49 +346,65 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         plgpu.set_max_registers(240, action="increase")
 
-        def tile(turn, _):
-            row, feature = origin(turn)
-            ready = [_factors(x, r, row, at) for at in _pieces(x, feature)] if c.early else None
-            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, feature)
+        def tile(turn, weight):
+            ahead = None if weight is None else place(turn + 1).weight  # loads from global memory take long
+            at = place(turn)._replace(weight=weight)
+            ready = [_factors(x, r, at.row, feature) for feature in _pieces(x, at.feature)] if c.early else None
+            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, at)
+            at = at if weight is None else place(turn)  # asked once more: registers are scarce until here
             if c.split:
-                _add_up(x, r, turn, warpgroup, sums, row, feature, ready)
+                _add_up(x, r, turn, warpgroup, sums, at, ready)
             else:
-                first = row + warpgroup * (c.rows // 2)
-                _store(x, r, r.tile.at[warpgroup], sums, first, feature)
+                _store(x, r, r.tile.at[warpgroup], sums, at._replace(row=at.row + warpgroup * (c.rows // 2)))
+            return ahead
 
-        lax.fori_loop(0, count, tile, None)
+        lax.fori_loop(0, count, tile, place(0).weight)
         plgpu.wait_smem_to_gmem(0, wait_read_only=c.free)
+        if x.tiles is not None:
+            _row_tiles.clear(r.tile, r.o, r.count[1], warpgroup, me * c.cluster + member, blocks * c.cluster)
         if c.split:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(r.taken))
+            pl.when((warpgroup == 1) & (count > 0))(lambda: plgpu.barrier_wait(r.taken))
 
 
-def _load(x: _Plan, r: Any, count, origin) -> None:
+def _load(x: _Plan, r: Any, count, place) -> None:
     """Fetch the blocks of inputs of `count` tiles; what lies outside the operands becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.rows, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
+    most = min(c.rows, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
 
     def tile(turn, _):
-        row, feature = origin(turn)
-        mine = (pl.ds(row, rows),) if x.groups is None else (pl.ds(row, rows), lax.div(feature, i32(x.together)))
+        at = place(turn)
+        features = pl.ds(at.feature, c.features)
+        group = () if x.groups is None else (lax.div(at.feature, i32(x.together)),)
+        few = None if at.end is None or most <= FEW else at.end - at.row <= FEW
 
         def step(j, _):
-            at = turn * x.steps + j
-            slot = lax.rem(at, i32(c.stages))
+            number = turn * x.steps + j
+            slot = lax.rem(number, i32(c.stages))
             full = r.full.at[slot]
-            pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-            if c.wide:
-                inputs = pl.ds(j * x.parts * BLOCK, x.parts * BLOCK)
-                plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot], full)
-            for part in range(x.parts):
-                inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-                if not c.wide:
-                    plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
-                plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, pl.ds(0, rows)], full, **share)
-            if x.blocks:
-                first = lax.div(j * x.parts, i32(SCALES)) * SCALES
-                scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
-                plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, rows)], full)
+            pl.when(number >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+
+            def fetch(rows):
+                mine, to = (pl.ds(at.row, rows), *group), pl.ds(0, rows)
+                if c.wide:
+                    inputs = pl.ds(j * x.parts * BLOCK, x.parts * BLOCK)
+                    plgpu.copy_gmem_to_smem(r.b.at[features, inputs], r.b_ring.at[slot], full)
+                for part in range(x.parts):
+                    inputs = pl.ds((j * x.parts + part) * x.inputs, x.inputs)
+                    weight = (features, inputs) if at.weight is None else (at.weight, features, inputs)
+                    if not c.wide:
+                        plgpu.copy_gmem_to_smem(r.b.at[weight], r.b_ring.at[slot, part], full)
+                    plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, to], full, **share)
+                if x.blocks:
+                    first = lax.div(j * x.parts, i32(SCALES)) * SCALES
+                    scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
+                    plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, to], full)
+
+            if few is None:
+                fetch(most)
+            else:
+                pl.when(few)(lambda: fetch(FEW))
+                pl.when(jnp.logical_not(few))(lambda: fetch(most))
 
         lax.fori_loop(0, x.steps, step, None)
 
@@ -400,11 +450,13 @@ def _slots(x: _Plan, first, count: int) -> list:
     return slots
 
 
-def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
     """Sums of one tile with a scale per row and block of inputs: one float32 [64, features] per wave."""
     c = x.config
     part = warpgroup if c.split else 0
-    scale_row, last = x.scale_row(feature), pl.cdiv(x.M, BLOCK) - 1
+    scale_row, last = x.scale_row(at.feature), pl.cdiv(x.M, BLOCK) - 1
+    if at.weight is not None:
+        scale_row = scale_row + at.weight * pl.cdiv(x.F, BLOCK)
 
     def b_scales(j, count):
         return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
@@ -448,32 +500,31 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
 
     def steps(n, carry):
         sums, scales = carry
-        if c.early:
-            ahead = b_scales((n + 1) * TOGETHER, TOGETHER)
-            return multiply(n * TOGETHER, sums, scales), ahead
-        return multiply(n * TOGETHER, sums, scales), b_scales((n + 1) * TOGETHER, TOGETHER)
+        ahead = b_scales((n + 1) * x.written, x.written) if c.early else None
+        return multiply(n * x.written, sums, scales), ahead or b_scales((n + 1) * x.written, x.written)
 
     zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
-    whole, rest = divmod(x.steps, TOGETHER)
-    sums, scales = lax.fori_loop(0, whole, steps, ((zero,) * x.waves, b_scales(0, TOGETHER)))
-    return multiply(whole * TOGETHER, sums, scales[:rest]) if rest else sums
+    whole, rest = divmod(x.steps, x.written)
+    turns = whole if at.weight is None else whole + jnp.minimum(at.weight, 0)  # one turn would be unrolled, and spill
+    sums, scales = lax.fori_loop(0, turns, steps, ((zero,) * x.waves, b_scales(0, x.written)))
+    return multiply(whole * x.written, sums, scales[:rest]) if rest else sums
 
 
-def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
+def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
     """Sums of one tile without scales: [64, features] per wave, int32 or float32."""
     c = x.config
-    del feature
-    part, chain = warpgroup if c.split else 0, TOGETHER if x.integer else PROMOTE
+    del at
+    part, chain = warpgroup if c.split else 0, TOGETHER if x.running else PROMOTE
 
     def multiply(j, before, count):
-        """`count` steps; int32 sums go on, FP8 products of `chain` steps are added to float32 sums."""
+        """`count` steps; sums of INT8 and bfloat16 go on, FP8 products of `chain` steps are added to float32 sums."""
         sums: list[Any] = [None] * x.waves if before is None else list(before)
-        running: list[Any] = list(sums) if x.integer else [None] * x.waves
+        running: list[Any] = list(sums) if x.running else [None] * x.waves
 
         def begin(i, slot):
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                old = None if i % chain == 0 and not x.integer else running[wave]
+                old = None if i % chain == 0 and not x.running else running[wave]
                 if old is None and i > 0:
                     finished[i - 1, wave] = running[wave]
                 over = used.pop((i - chain - 1, wave), None) if old is None else None
@@ -486,25 +537,25 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
             for wave in range(x.waves):
                 products = finished.pop((i, wave), running[wave])
                 products = _inline.settle(products, pending + x.waves - 1 - wave)
-                sums[wave] = products if x.integer else sums[wave] + products
+                sums[wave] = products if x.running else sums[wave] + products
                 used[i, wave] = products
 
         finished, used = {}, {}
         _in_turn(x, r, turn, j, count, begin, end)
         return tuple(sums)
 
-    whole, rest = divmod(x.steps, TOGETHER)
-    if x.integer:
-        first = rest or TOGETHER
+    whole, rest = divmod(x.steps, x.written)
+    if x.running:
+        first = rest or x.written
         sums = multiply(0, None, first)
-        more = (x.steps - first) // TOGETHER
-        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * TOGETHER, sums, TOGETHER), sums)
+        more = (x.steps - first) // x.written
+        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * x.written, sums, x.written), sums)
     zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
     sums = lax.fori_loop(0, whole, lambda n, sums: multiply(n * TOGETHER, sums, TOGETHER), (zero,) * x.waves)
     return multiply(whole * TOGETHER, sums, rest) if rest else sums
 
 
-def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature, ready: list | None) -> None:
+def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _row_tiles.Place, ready: list | None) -> None:
     """The first warpgroup adds the second one's sums to its own and stores."""
 
     @pl.when(warpgroup == 1)
@@ -518,7 +569,11 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature, ready:
         plgpu.barrier_wait(r.sent)
         both = sums[0] + plgpu.load(r.other, layout=_inline.WGMMA, optimized=False)
         plgpu.barrier_arrive(r.taken)
-        _store(x, r, r.tile.at[0], (both,), row, feature, ready)
+        _store(x, r, r.tile.at[0], (both,), at, ready)
+
+
+def _factors(x: _Plan, r: Any, row, feature) -> _scaled_results.Factors:
+    return _scaled_results.factors(r, x.blocks, x.piece, row, feature)
 
 
 def _pieces(x: _Plan, feature) -> list:
@@ -526,40 +581,20 @@ def _pieces(x: _Plan, feature) -> list:
     return [feature + column for column in range(0, x.config.features, x.piece)]
 
 
-def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature, ready: list | None = None) -> None:
+def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _row_tiles.Place, ready: list | None = None) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
-    for wave, (i, at) in itertools.product(range(len(sums)), enumerate(_pieces(x, feature))):
-        first = row + wave * 64
-        factors = _factors(x, r, first, at) if ready is None else ready[i]
-        value = _finished(x, factors, sums[wave][:, i * x.piece : (i + 1) * x.piece])
+    for wave, (i, feature) in itertools.product(range(len(sums)), enumerate(_pieces(x, at.feature))):
+        first = at.row + wave * 64
+        factors = _factors(x, r, first, feature) if ready is None else ready[i]
+        value = _scaled_results.finished(factors, sums[wave][:, i * x.piece : (i + 1) * x.piece])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
 
+        def where(start, count, first=first, feature=feature):
+            return r.o.at[pl.ds(first + start, count), pl.ds(feature, x.piece)]
 
-def _factors(x: _Plan, r: Any, row, feature) -> dict[str, tuple[jax.Array, int]]:
-    """What 64 rows of one piece are multiplied with or increased by, each with its dimension."""
-    rows, line = (
-        ("azp",) if x.blocks else ("azp", "a_scale"),
-        ("sums", "bias") if x.blocks else ("sums", "b_scale", "bias"),
-    )
-    given = [(name, getattr(r, name), d) for d, names in enumerate((rows, line)) for name in names]
-    loads = (
-        (lambda ref: _inline_memory.load_rows(ref, row)),
-        (lambda ref: _inline_memory.load_line(ref, feature, x.piece)),
-    )
-    return {name: (ref[0] if ref.shape[0] == 1 else loads[d](ref), d) for name, ref, d in given if ref is not None}
-
-
-def _finished(x: _Plan, factors: dict[str, tuple[jax.Array, int]], value):
-    """`(value - azp * sums) * b_scale * a_scale + bias` of one piece, float32."""
-    spread = {name: lax.broadcast_in_dim(v, value.shape, [d]) if v.ndim else v for name, (v, d) in factors.items()}
-    if "azp" in spread:
-        value = value - spread["azp"] * spread["sums"]
-    value = value.astype(f32)
-    if not x.blocks:
-        value = value * spread["b_scale"] * spread["a_scale"]
-    if "bias" in spread:
-        value = value + spread["bias"]
-    return value
+        if at.end is None:
+            plgpu.copy_smem_to_gmem(tile, where(0, 64))
+        else:
+            _row_tiles.send(tile, where, at.end - first)

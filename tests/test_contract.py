@@ -116,6 +116,17 @@ EMPTY = {
         "no-rows": lambda args: {name: args[name][:0] for name in ("a", "a_scale")},
         "no-outputs": lambda args: {name: args[name][:0] for name in ("b", "b_scale", "bias")},
     },
+    "grouped_matmul": {
+        "no-rows": lambda args: {
+            **{name: args[name][:0] for name in ("a", "a_scale")},
+            "offsets": 0 * args["offsets"],
+        },
+        "no-groups": lambda args: {
+            **{name: args[name][:0] for name in ("b", "b_scale")},
+            "offsets": args["offsets"][:1],
+        },
+        "rows-of-no-group": lambda args: {"offsets": 0 * args["offsets"]},
+    },
     "rope": {"no-tokens": lambda args: {name: args[name][:0] for name in ("x", "positions")}},
     "mla": {
         "no-requests": lambda args: {

@@ -88,6 +88,8 @@ TARGETS = (
         0.7,
         "DeepGEMM takes 11 us here, 17 in the run that set the target; 1.7 us pass before the first product",
     ),
+    Target("FP8 grouped GEMM, 8 x 4096 rows", "grouped_matmul", "fp8-E8-R4096-M4096-F4096", "DeepGEMM", 1.0),
+    Target("... 32 x 256 rows", "grouped_matmul", "fp8-E32-R256-M4096-F4096", "DeepGEMM", 1.0),
     Target(
         "W4A16 8192x8192, 1 row",
         "weight_only_matmul",
