@@ -4,11 +4,11 @@ A stable sort by a small key needs no comparison of pairs with pairs, but for th
 
     place of pair i = pairs of lower experts + pairs of its expert in earlier chunks + those before it in its own chunk
 
-`counted` counts the pairs of every expert chunk by chunk, all chunks side by side. Then any kernel can have the places
-of a few pairs, a *part* of a chunk, by itself (`Places`): its warpgroup adds up the counts and compares its pairs with
-their chunk, all in one sum per pair, in less than two microseconds. Nothing is scanned over thread blocks, nobody waits
-for another, and there are no atomics, so that the order is that of the flat indices. Where one chunk holds all pairs
-its own ids are counted in place and the first launch falls away.
+`counted` counts the pairs of every expert chunk by chunk, all chunks side by side. Then any kernel finds the places of
+a few pairs, a *part* of a chunk, by itself (`find_places`): its warpgroup adds up the counts and compares its pairs with
+their chunk. Nothing is scanned over thread blocks, nobody waits for another, and there are no atomics, so that the
+order is that of the flat indices. Where one chunk holds all pairs its ids are counted in place and the first launch
+falls away.
 """
 
 import dataclasses
@@ -29,38 +29,17 @@ COLUMNS = 128
 ROWS = 4
 """Rows of the smallest tile, one for each warp."""
 SLAB = 32
-"""Experts that one thread block counts, and offsets that are written together."""
+"""Experts that one thread block counts, and experts or blocks of rows that are found together."""
+_PAIRS = 24
+"""Most pairs of a part whose places are found together."""
+_LINES = 64
+"""Most lines of counts that are read together."""
 _THREADS = 128
-_GROUP = 32
-"""Chunks whose counts are read at once."""
 
 i32 = jnp.int32
 LAYOUT = _rows.layout(COLUMNS, 4)
 DOWN, ACROSS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 """Of a number for each row, for each column."""
-
-
-def _number(count: int, layout: Any) -> jax.Array:
-    """0, 1, 2, ..."""
-    return plgpu.broadcasted_iota(i32, (count,), 0, layout=layout)
-
-
-def _load(ref: Any, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _zeros(rows: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((rows, COLUMNS), i32), LAYOUT)
-
-
-def _down(x: jax.Array) -> jax.Array:
-    """A number for each row, repeated in all columns."""
-    return lax.broadcast_in_dim(x, (x.shape[0], COLUMNS), [0])
-
-
-def _across(x: jax.Array, rows: int) -> jax.Array:
-    """A number for each column, repeated in all rows."""
-    return lax.broadcast_in_dim(x, (rows, COLUMNS), [1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,19 +66,48 @@ class Sort:
         return -(-self.pairs // self.part)
 
     @property
+    def slabs(self) -> int:
+        """Of experts."""
+        return -(-self.num_experts // SLAB)
+
+    @property
     def width(self) -> int:
-        """Columns of a line of counts: every expert, one for pairs that take no part, and some that hold anything."""
-        return -(-(self.num_experts + 1) // COLUMNS) * COLUMNS
+        """Columns of a line of counts: every expert, and some that hold anything."""
+        return -(-self.num_experts // COLUMNS) * COLUMNS
 
     @property
     def together(self) -> int:
         """Lines that are read at once."""
-        return min(_GROUP, -(-self.chunks // ROWS) * ROWS)
+        return min(_LINES, -(-self.chunks // ROWS) * ROWS)
 
     @property
     def lines(self) -> int:
         """Chunks, filled up to what is read at once."""
         return -(-self.chunks // self.together) * self.together
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory of `Memory`, by name."""
+        return {"sums": plgpu.SMEM((2, self.width), i32), "chunk": plgpu.SMEM((self.chunk,), i32)}
+
+    @property
+    def starts(self) -> Any:
+        """Shared memory of what `find_starts` finds."""
+        return plgpu.SMEM((max(self.width, (self.num_experts // SLAB + 1) * SLAB),), i32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a warpgroup reads and works in."""
+
+    ids: Any
+    """What `flat` gave."""
+    counts: Any
+    """What `counted` gave; None counts in place, where there is one chunk."""
+    sums: Any
+    """For every expert all its pairs, filled up to blocks, and those in earlier chunks."""
+    chunk: Any
+    """Experts of a chunk's pairs."""
 
 
 def chunk(part: int, most: int) -> int:
@@ -111,11 +119,6 @@ def chunk(part: int, most: int) -> int:
 def default_chunk(pairs: int) -> int:
     """Many pairs have longer chunks, whose counts every thread block reads."""
     return 512 if pairs <= 1 << 15 else 1024 if pairs <= 1 << 17 else 2048
-
-
-def _clean(ids: jax.Array, num_experts: int) -> jax.Array:
-    """E for whatever takes no part."""
-    return jnp.where((ids >= 0) & (ids < num_experts), ids, i32(num_experts))
 
 
 def flat(sort: Sort, ids: jax.Array, expert_map: jax.Array | None) -> jax.Array:
@@ -135,25 +138,23 @@ def counted(sort: Sort, ids: jax.Array, filled: int = 0, more: Sequence[Any] = (
         filled: with it, also an array of so many numbers that all say `pairs`.
         more: shapes of further arrays, which hold anything, for a later launch to write to.
     """
-    slabs = -(-(sort.num_experts + 1) // SLAB)
     out = [jax.ShapeDtypeStruct(shape, i32) for shape in ((sort.lines, sort.width), *([(filled,)] if filled else []))]
 
     def body(ids_ref, counts_ref, *others):
         i, slab = lax.axis_index("chunk"), lax.axis_index("slab")
         if filled:
-            _fill(others[0], sort.pairs, i * slabs + slab, sort.chunks * slabs)
+            _fill(others[0], sort.pairs, i * sort.slabs + slab, sort.chunks * sort.slabs)
         starts = range(0, sort.chunk, COLUMNS)
         pieces = [_load(ids_ref.at[pl.ds(i * sort.chunk + start, COLUMNS)], ACROSS) for start in starts]
-        expert = _down(slab * SLAB + _number(SLAB, DOWN))
-        total = _zeros(SLAB)
+        expert, total = _down(_number(SLAB, DOWN, slab * SLAB)), _zeros(SLAB)
         for piece in pieces:
-            total = total + jnp.where(_across(_clean(piece, sort.num_experts), SLAB) == expert, i32(1), i32(0))
+            total = total + jnp.where(_across(piece, SLAB) == expert, i32(1), i32(0))
         _mosaic.store(counts_ref.at[i, pl.ds(slab * SLAB, SLAB)], jnp.sum(total, 1))
 
     return plgpu.kernel(
         body,
         out_type=[*out, *more],
-        grid=(sort.chunks, slabs),
+        grid=(sort.chunks, sort.slabs),
         grid_names=("chunk", "slab"),
         kernel_name="count_experts",
     )(ids)
@@ -162,118 +163,174 @@ def counted(sort: Sort, ids: jax.Array, filled: int = 0, more: Sequence[Any] = (
 def _fill(ref: Any, value: int, block: Any, blocks: int) -> None:
     """A thread block's share of `ref[...] = value`."""
     whole, rest = divmod(ref.shape[0], _THREADS)
-    full = plgpu.layout_cast(jnp.full((_THREADS,), value, i32), plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1))
+    layout = plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1)
+    full = plgpu.layout_cast(jnp.full((_THREADS,), value, i32), layout)
 
     def step(n, _):
-        _mosaic.store(ref.at[pl.ds((block + n * blocks) * _THREADS, _THREADS)], full)
+        _mosaic.store_plain(ref.at[pl.ds((block + n * blocks) * _THREADS, _THREADS)], full, layout)
 
     lax.fori_loop(0, lax.div(whole - 1 - block + blocks, i32(blocks)), step, None)
-
-    @pl.when(block == 0)
-    def _():
-        for n in range(rest):
-            ref[whole * _THREADS + n] = i32(value)
+    last = whole * _THREADS
+    pl.when(block == 0)(lambda: lax.fori_loop(0, rest, lambda n, _: put(ref, last + n, i32(value)), None))
 
 
 # ---------------------------------------------------------------- inside kernels
-def totals(sort: Sort, ids_ref: Any, counts_ref: Any, chunk: Any) -> list[tuple[jax.Array, jax.Array]]:
-    """For every 128 experts how many pairs they have, filled up to blocks, and how many in chunks before `chunk`."""
-    return [_totals(sort, ids_ref, counts_ref, chunk, column) for column in range(0, sort.width, COLUMNS)]
-
-
-def _totals(sort: Sort, ids_ref: Any, counts_ref: Any, chunk: Any, column: int):
-    if counts_ref is None:
-        expert = _across(column + _number(COLUMNS, ACROSS), SLAB)
-
-        def add(n, total):
-            ids = _clean(_load(ids_ref.at[pl.ds(n * SLAB, SLAB)], DOWN), sort.num_experts)
-            return total + jnp.where(_down(ids) == expert, i32(1), i32(0))
-
-        total = jnp.sum(lax.fori_loop(0, sort.chunk // SLAB, add, _zeros(SLAB)), 0)
-        return _filled_up(sort, total), total - total
-
-    def step(n, sums):
-        firsts = [n * sort.together + k for k in range(0, sort.together, ROWS)]
-        loads = [_load(counts_ref.at[pl.ds(first, ROWS), pl.ds(column, COLUMNS)], LAYOUT) for first in firsts]
-        for first, counts in zip(firsts, loads, strict=True):
-            line = _down(first + _number(ROWS, DOWN))
-            every = sums[0] + jnp.where(line < sort.chunks, counts, i32(0))
-            sums = every, sums[1] + jnp.where(line < chunk, counts, i32(0))
-        return sums
-
-    sums = lax.fori_loop(0, sort.lines // sort.together, step, (_zeros(ROWS),) * 2)
-    return _filled_up(sort, jnp.sum(sums[0], 0)), jnp.sum(sums[1], 0)
-
-
-def _filled_up(sort: Sort, count: jax.Array) -> jax.Array:
-    if sort.block == 1:
-        return count
-    return lax.div(count + (sort.block - 1), jnp.full_like(count, sort.block)) * sort.block
-
-
-def find_places(sort: Sort, ids_ref: Any, counts_ref: Any, part: Any, take: Callable[..., None]) -> None:
+def find_places(sort: Sort, r: Memory, part: Any, take: Callable[..., None]) -> None:
     """Call `take(first, count, experts, places)` for a few pairs of a part at a time, numbers in layout `DOWN`.
 
-    A place is a row. Pairs that take no part have the rows behind those of the last expert, in their order.
+    A place is a row. Pairs that take no part have expert E and the rows behind those of the last one, in their order.
 
     Args:
         sort: sizes.
-        ids_ref: what `flat` gave, in global memory.
-        counts_ref: what `counted` gave; None counts in place, where there is one chunk.
+        r: memory.
         part: number of the part, which holds `sort.part` pairs.
         take: device code; `first` counts from the part's start, `count` is known when it is traced.
     """
-    start = part * sort.part
-    chunk = lax.div(start, i32(sort.chunk))
-    columns = range(0, sort.chunk, COLUMNS)
-    others = [_load(ids_ref.at[pl.ds(chunk * sort.chunk + column, COLUMNS)], ACROSS) for column in columns]
-    others = [_clean(ids, sort.num_experts) for ids in others]
-    sums = totals(sort, ids_ref, counts_ref, chunk)
-    count = max(n for n in range(ROWS, SLAB + 1, ROWS) if sort.part % n == 0)
+    E, start = sort.num_experts, part * sort.part
+    number = lax.div(start, i32(sort.chunk))
+    begin = number * sort.chunk
+    r.chunk[...] = _clean(_load(r.ids.at[pl.ds(begin, sort.chunk)], _whole(sort.chunk)), E)
+    _add_up(sort, r, number)
+    count = max(n for n in range(ROWS, _PAIRS + 1, ROWS) if sort.part % n == 0)
 
     def some(i, _):
         first = i * count
-        experts = _clean(_load(ids_ref.at[pl.ds(start + first, count)], DOWN), sort.num_experts)
-        own, number = _down(experts), _down(start - chunk * sort.chunk + first + _number(count, DOWN))
-        place = _zeros(count)
-        for n, (every, before) in enumerate(sums):
-            expert = _across(n * COLUMNS + _number(COLUMNS, ACROSS), count)
-            place = place + jnp.where(expert < own, _across(every, count), i32(0))
-            place = place + jnp.where(expert == own, _across(before, count), i32(0))
-        for column, ids in zip(columns, others, strict=True):
-            earlier = _across(column + _number(COLUMNS, ACROSS), count) < number
-            place = place + jnp.where(earlier & (_across(ids, count) == own), i32(1), i32(0))
-        take(first, count, experts, jnp.sum(place, 1))
+        at = start - begin + first
+        experts = _load(r.chunk.at[pl.ds(at, count)], DOWN)
+        own, pair = _down(experts), _down(_number(count, DOWN, at))
+
+        def add_experts(n, place):
+            expert = _across(_number(COLUMNS, ACROSS, n * COLUMNS), count)
+            every, before = (_across(x, count) for x in _columns(r.sums, n))
+            # pairs that take no part are not counted: they are what is left of the earlier chunks, `begin` pairs
+            lower = jnp.where(own == E, every - before, every)
+            equal = (expert == own) & (expert < E)
+            return place + jnp.where(expert < own, lower, jnp.where(equal, before, i32(0)))
+
+        def add_pairs(n, place):
+            other = _across(_load(r.chunk.at[pl.ds(n * COLUMNS, COLUMNS)], ACROSS), count)
+            earlier = _across(_number(COLUMNS, ACROSS, n * COLUMNS), count) < pair
+            return place + jnp.where(earlier & (other == own), i32(1), i32(0))
+
+        place = lax.fori_loop(0, sort.width // COLUMNS, add_experts, _zeros(count))
+        place = lax.fori_loop(0, lax.div(at + (count + COLUMNS - 1), i32(COLUMNS)), add_pairs, place)
+        place = jnp.sum(place, 1)
+        take(first, count, experts, jnp.where(experts == E, place + begin, place))
 
     lax.fori_loop(0, sort.part // count, some, None)
 
 
-def find_starts(sort: Sort, ids_ref: Any, counts_ref: Any, starts_ref: Any) -> None:
-    """The row that each expert starts at, and E the end of the last one's, in shared memory [width]."""
-    sums = totals(sort, ids_ref, counts_ref, 0)
+def find_starts(sort: Sort, r: Memory, starts_ref: Any) -> None:
+    """The row that each expert starts at, and as number E the end of the last one's, in `sort.starts`."""
+    _add_up(sort, r, i32(0))
 
     def some(i, _):
-        row, start = _down(i * SLAB + _number(SLAB, DOWN)), _zeros(SLAB)
-        for n, (every, _) in enumerate(sums):
-            expert = _across(n * COLUMNS + _number(COLUMNS, ACROSS), SLAB)
-            start = start + jnp.where(expert < row, _across(every, SLAB), i32(0))
+        row = _down(_number(SLAB, DOWN, i * SLAB))
+
+        def add(n, start):
+            expert, (every, _) = _across(_number(COLUMNS, ACROSS, n * COLUMNS), SLAB), _columns(r.sums, n)
+            return start + jnp.where((expert < row) & (expert < sort.num_experts), _across(every, SLAB), i32(0))
+
+        start = lax.fori_loop(0, sort.width // COLUMNS, add, _zeros(SLAB))
         starts_ref[pl.ds(i * SLAB, SLAB)] = jnp.sum(start, 1)
 
     lax.fori_loop(0, sort.num_experts // SLAB + 1, some, None)
 
 
 def experts_of_blocks(sort: Sort, starts_ref: Any, first: Any) -> jax.Array:
-    """The experts of 32 blocks from `first` on, -1 behind the last, from what `find_starts` found."""
-    row, passed = _down((first + _number(SLAB, DOWN)) * sort.block), _zeros(SLAB)
-    for column in range(0, sort.width, COLUMNS):
-        ends = _across(_load(starts_ref.at[pl.ds(column, COLUMNS)], ACROSS), SLAB)
-        number = _across(column + _number(COLUMNS, ACROSS), SLAB)
-        inside = (number > 0) & (number <= sort.num_experts)
-        passed = passed + jnp.where(inside & (row >= ends), i32(1), i32(0))
-    expert = jnp.sum(passed, 1)
-    return jnp.where(expert < sort.num_experts, expert, i32(-1))
+    """The experts of `SLAB` blocks from `first` on, -1 behind the last, from what `find_starts` found."""
+    rows = _number(SLAB, DOWN, first) * sort.block
+
+    def add(n, passed):
+        expert = _across(_number(COLUMNS, ACROSS, n * COLUMNS), SLAB)
+        start = _across(_load(starts_ref.at[pl.ds(n * COLUMNS, COLUMNS)], ACROSS), SLAB)
+        inside = (expert > 0) & (expert < sort.num_experts)
+        return passed + jnp.where(inside & (_down(rows) >= start), i32(1), i32(0))
+
+    experts = jnp.sum(lax.fori_loop(0, sort.width // COLUMNS, add, _zeros(SLAB)), 1)
+    return jnp.where(rows < starts_ref[sort.num_experts], experts, i32(-1))
 
 
 def put(ref: Any, at: Any, value: Any) -> None:
     """Write one number."""
     ref[at] = value
+
+
+def _add_up(sort: Sort, r: Memory, chunk: Any) -> None:
+    """Fill `r.sums`; `chunk` is the first that is not earlier."""
+
+    def columns(n, _):
+        column = n * COLUMNS
+        every, before = _count(sort, r, column) if r.counts is None else _add_lines(sort, r, column, chunk)
+        if sort.block > 1:
+            every = lax.div(every + (sort.block - 1), jnp.full_like(every, sort.block)) * sort.block
+        r.sums[0, pl.ds(column, COLUMNS)] = every
+        r.sums[1, pl.ds(column, COLUMNS)] = before
+
+    lax.fori_loop(0, sort.width // COLUMNS, columns, None)
+
+
+def _count(sort: Sort, r: Memory, column: Any) -> tuple[jax.Array, jax.Array]:
+    """Pairs of 128 experts in the only chunk, none before it."""
+    expert = _across(_number(COLUMNS, ACROSS, column), SLAB)
+
+    def add(n, total):
+        ids = _load(r.ids.at[pl.ds(n * SLAB, SLAB)], DOWN)
+        return total + jnp.where(_down(ids) == expert, i32(1), i32(0))
+
+    total = jnp.sum(lax.fori_loop(0, sort.chunk // SLAB, add, _zeros(SLAB)), 0)
+    return total, total - total
+
+
+def _add_lines(sort: Sort, r: Memory, column: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
+    """Pairs of 128 experts in all chunks, and in those before `chunk`."""
+
+    def step(n, sums):
+        firsts = [n * sort.together + k for k in range(0, sort.together, ROWS)]
+        loads = [_load(r.counts.at[pl.ds(first, ROWS), pl.ds(column, COLUMNS)], LAYOUT) for first in firsts]
+        for first, counts in zip(firsts, loads, strict=True):
+            line = _down(_number(ROWS, DOWN, first))
+            every = sums[0] + jnp.where(line < sort.chunks, counts, i32(0))
+            sums = every, sums[1] + jnp.where(line < chunk, counts, i32(0))
+        return sums
+
+    every, before = lax.fori_loop(0, sort.lines // sort.together, step, (_zeros(ROWS),) * 2)
+    return jnp.sum(every, 0), jnp.sum(before, 0)
+
+
+def _columns(ref: Any, n: Any) -> tuple[jax.Array, jax.Array]:
+    first, second = (_load(ref.at[k, pl.ds(n * COLUMNS, COLUMNS)], ACROSS) for k in range(2))
+    return first, second
+
+
+def _whole(count: int) -> Any:
+    """Layout of a multiple of 128 numbers."""
+    return plgpu.Layout.WG_STRIDED((count,), vec_size=next(v for v in (4, 2, 1) if count % (_THREADS * v) == 0))
+
+
+def _number(count: int, layout: Any, first: Any) -> jax.Array:
+    """first, first + 1, ..."""
+    return plgpu.broadcasted_iota(i32, (count,), 0, layout=layout) + first
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _clean(ids: jax.Array, num_experts: int) -> jax.Array:
+    """E for whatever takes no part."""
+    return jnp.where((ids >= 0) & (ids < num_experts), ids, i32(num_experts))
+
+
+def _zeros(rows: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, COLUMNS), i32), LAYOUT)
+
+
+def _down(x: jax.Array) -> jax.Array:
+    """A number for each row, repeated in all columns."""
+    return lax.broadcast_in_dim(x, (x.shape[0], COLUMNS), [0])
+
+
+def _across(x: jax.Array, rows: int) -> jax.Array:
+    """A number for each column, repeated in all rows."""
+    return lax.broadcast_in_dim(x, (rows, COLUMNS), [1])

@@ -129,7 +129,9 @@ def add(y: jax.Array, positions: jax.Array, weights: jax.Array | None = None, pi
             total = plgpu.layout_cast(jnp.zeros(row.piece, jnp.float32), row.layout)
             for a, (i, value) in enumerate(zip(at, values, strict=True)):
                 value = value.astype(jnp.float32)
-                value = value * lax.broadcast(factors[a], row.piece) if factors else value
+                if factors:  # an instruction of its own, which no sum is fused with
+                    factor = lax.broadcast(factors[a], row.piece)
+                    value = _mosaic.pointwise("mul.rn.f32", jnp.multiply, row.layout, value, factor)
                 total = total + jnp.where(lax.broadcast(i, row.piece) >= 0, value, 0.0)
             _mosaic.store(o_ref.at[(t, *place)], total.astype(y.dtype))
 

@@ -71,24 +71,24 @@ def align_block_size(*, config: Config, topk_ids, block_size, num_experts, exper
     counts, *outputs = _counting.counted(sort, ids, rows, more)
     finders = -(-blocks // _BLOCKS)
 
-    def body(sorted_ref, experts_ref, padded_ref, ids_ref, counts_ref, starts_ref, places_ref):
-        block, given = lax.axis_index("block"), (ids_ref, counts_ref)
+    def body(sorted_ref, experts_ref, padded_ref, ids_ref, counts_ref, *, starts_ref, places_ref, **scratch):
+        block, memory = lax.axis_index("block"), _counting.Memory(ids_ref, counts_ref, **scratch)
 
         @pl.when(block < finders)
         def _():
-            _counting.find_starts(sort, *given, starts_ref)
+            _counting.find_starts(sort, memory, starts_ref)
             pl.when(block == 0)(lambda: _counting.put(padded_ref, 0, starts_ref[E]))
             first, some = block * _BLOCKS, _counting.SLAB
             mine = lax.div(jnp.minimum(blocks - first, _BLOCKS) + (some - 1), i32(some))
             find = functools.partial(_find, sort, starts_ref, experts_ref, places_ref)
             lax.fori_loop(0, mine, lambda n, _: find(first + n * some), None)
 
-        pl.when(block >= finders)(lambda: _write(sort, *given, sorted_ref, places_ref, block - finders))
+        pl.when(block >= finders)(lambda: _write(sort, memory, sorted_ref, places_ref, block - finders))
 
     launch = plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=[plgpu.SMEM((sort.width,), i32), plgpu.SMEM((config.pairs,), i32)],
+        scratch_types=sort.scratch | {"starts_ref": sort.starts, "places_ref": plgpu.SMEM((config.pairs,), i32)},
         grid=(finders + sort.parts,),
         grid_names=("block",),
         kernel_name="sort_pairs",
@@ -108,7 +108,7 @@ def _find(sort, starts_ref, experts_ref, found_ref, first) -> None:
         lax.fori_loop(0, blocks - first, lambda i, _: _counting.put(experts_ref, first + i, found_ref[i]), None)
 
 
-def _write(sort, ids_ref, counts_ref, sorted_ref, places_ref, part) -> None:
+def _write(sort, memory, sorted_ref, places_ref, part) -> None:
     """A part's pairs to their places."""
 
     def take(start, count, experts, place):
@@ -120,5 +120,5 @@ def _write(sort, ids_ref, counts_ref, sorted_ref, places_ref, part) -> None:
             pair = part * sort.part + n * _UNROLLED + i
             pl.when(at >= 0)(lambda at=at, pair=pair: _counting.put(sorted_ref, at, pair))
 
-    _counting.find_places(sort, ids_ref, counts_ref, part, take)
+    _counting.find_places(sort, memory, part, take)
     lax.fori_loop(0, sort.part // _UNROLLED, write, None)

@@ -81,14 +81,14 @@ def permute(*, config: Config, x, topk_ids, num_experts, expert_map):
     pieces = -(-config.together * _row_copies.registers(M, dtype) // _REGISTERS)
     row = _row_copies.Row(M, x.dtype, min(pieces, _PIECES))
 
-    def body(x_ref, ids_ref, *refs, starts_ref, places_ref):
+    def body(x_ref, ids_ref, *refs, starts_ref, places_ref, **scratch):
         *counts_refs, o_ref, offsets_ref, positions_ref = refs
-        counts_ref = counts_refs[0] if counts_refs else None
+        memory = _counting.Memory(ids_ref, *(counts_refs or [None]), **scratch)
         block = lax.axis_index("block")
 
         @pl.when(block == 0)
         def _():
-            _counting.find_starts(sort, ids_ref, counts_ref, starts_ref)
+            _counting.find_starts(sort, memory, starts_ref)
             lax.fori_loop(0, E + 1, lambda e, _: _counting.put(offsets_ref, e, starts_ref[e]), None)
 
         @pl.when(block > 0)
@@ -101,7 +101,7 @@ def permute(*, config: Config, x, topk_ids, num_experts, expert_map):
                 where = pl.ds((block - 1) * part + start, count)
                 _mosaic.store(positions_ref.at[where], jnp.maximum(place, -1))
 
-            _counting.find_places(sort, ids_ref, counts_ref, block - 1, take)
+            _counting.find_places(sort, memory, block - 1, take)
 
             def copy(step, _):
                 tokens = [step * config.together + i for i in range(config.together)]
@@ -125,7 +125,7 @@ def permute(*, config: Config, x, topk_ids, num_experts, expert_map):
             jax.ShapeDtypeStruct((E + 1,), i32),
             jax.ShapeDtypeStruct((sort.parts * part,), i32),
         ],
-        scratch_types={"starts_ref": plgpu.SMEM((sort.width,), i32), "places_ref": plgpu.SMEM((part,), i32)},
+        scratch_types=sort.scratch | {"starts_ref": sort.starts, "places_ref": plgpu.SMEM((part,), i32)},
         grid=(1 + sort.parts,),
         grid_names=("block",),
         kernel_name="permute_rows",

@@ -145,6 +145,7 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
+            proven=False,
         )
     },
     cases=(
@@ -152,7 +153,7 @@ MECHANISM = Mechanism(
         _case("T30-A4-E8-block16-expert-map", 30, 4, 8, 16, mapped=True),
         _case("T40-A1-E64-block8-one-expert", 40, 1, 64, 8, hot=1),
         _case("T1-A6-E256-block64", 1, 6, 256, 64),
-        _case("T100-A8-E130-block48-expert-map", 100, 8, 130, 48, mapped=True),
+        _case("T40-A8-E130-block48-expert-map", 40, 8, 130, 48, mapped=True),
         _case("T16384-A8-E256-block64", 16384, 8, 256, 64, tags=("full",)),
         _case("T4096-A6-E64-block128", 4096, 6, 64, 128, tags=("full", "bench")),
     ),

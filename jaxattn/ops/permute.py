@@ -115,6 +115,7 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
+            proven=False,
         )
     },
     cases=(
@@ -123,7 +124,7 @@ MECHANISM = Mechanism(
         _case("T12-A1-E16-M8-one-expert", 12, 1, 16, 8, hot=1),
         _case("T22-A6-E40-M256-expert-map-fp32", 22, 6, 40, 256, dtype="float32", mapped=True),
         _case("T13-A3-E8-M200-one-expert-fp16", 13, 3, 8, 200, dtype="float16", hot=3),
-        _case("T70-A8-E130-M128-int8", 70, 8, 130, 128, dtype="int8"),
+        _case("T40-A8-E130-M128-int8", 40, 8, 130, 128, dtype="int8"),
         _case("T256-A8-E256-M7168-fp8", 256, 8, 256, 7168, dtype="float8_e4m3fn", tags=("full",)),
         _case("T1000-A10-E512-M2880", 1000, 10, 512, 2880, tags=("full",), mapped=True),
         _case("T4096-A6-E64-M4096", 4096, 6, 64, 4096, tags=("full", "bench")),
