@@ -5,13 +5,14 @@ A stable sort by a small key needs no comparison of pairs with pairs, but for th
     place of pair i = pairs of lower experts + pairs of its expert in earlier chunks + those before it in its own chunk
 
 `counted` counts the pairs of every expert chunk by chunk, all chunks side by side. Then any kernel finds the places of
-a few pairs, a *part* of a chunk, by itself (`find_places`): its warpgroup adds up the counts and compares its pairs with
-their chunk. Nothing is scanned over thread blocks, nobody waits for another, and there are no atomics, so that the
+a few pairs, a *part* of a chunk, by itself (`find_places`): its warpgroup adds up the counts and compares its pairs
+with their chunk. Nothing is scanned over thread blocks, nobody waits for another, and there are no atomics, so that the
 order is that of the flat indices. Where one chunk holds all pairs its ids are counted in place and the first launch
 falls away.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic, _routing, _rows
+from pallas_kernels import _mosaic, _rows
 
 COLUMNS = 128
 """Pairs, or experts, that are compared at once; a warp holds a row of them."""
@@ -34,6 +35,10 @@ _PAIRS = 24
 """Most pairs of a part whose places are found together."""
 _LINES = 64
 """Most lines of counts that are read together."""
+_UNROLLED = 8
+"""Places that are read before the first of them is written to."""
+_BLOCKS = 256
+"""Blocks whose experts one thread block finds."""
 _THREADS = 128
 
 i32 = jnp.int32
@@ -121,12 +126,9 @@ def default_chunk(pairs: int) -> int:
     return 512 if pairs <= 1 << 15 else 1024 if pairs <= 1 << 17 else 2048
 
 
-def flat(sort: Sort, ids: jax.Array, expert_map: jax.Array | None) -> jax.Array:
-    """Experts of all chunks' pairs, out of range where there is none; costs nothing for whole chunks without a map."""
-    if expert_map is not None:
-        ids = _routing.local_experts(ids, sort.num_experts, expert_map)
-    ids = ids.reshape(-1)
-    return jnp.pad(ids, (0, sort.chunks * sort.chunk - sort.pairs), constant_values=-1)
+def flat(sort: Sort, ids: jax.Array) -> jax.Array:
+    """Experts of all chunks' pairs, out of range where there is none; costs nothing where chunks are whole."""
+    return jnp.pad(ids.reshape(-1), (0, sort.chunks * sort.chunk - sort.pairs), constant_values=-1)
 
 
 def counted(sort: Sort, ids: jax.Array, filled: int = 0, more: Sequence[Any] = ()) -> list[jax.Array]:
@@ -172,6 +174,90 @@ def _fill(ref: Any, value: int, block: Any, blocks: int) -> None:
     lax.fori_loop(0, lax.div(whole - 1 - block + blocks, i32(blocks)), step, None)
     last = whole * _THREADS
     pl.when(block == 0)(lambda: lax.fori_loop(0, rest, lambda n, _: put(ref, last + n, i32(value)), None))
+
+
+def sort_pairs(sort: Sort, ids: jax.Array, rows: int) -> Sequence[jax.Array]:
+    """All that there is to know of a sort, in two launches.
+
+    The first counts and fills rows with what stands for padding. In the second one every thread block writes a few
+    pairs to their places, and some write where experts start and whose blocks are.
+
+    Args:
+        sort: sizes.
+        ids: expert of every pair, anything out of range where it takes no part.
+        rows: to sort into, a multiple of the block.
+
+    Returns:
+        int32: the pair of every row, `pairs` = none; the expert of every block, -1 = none; [1] rows in use; the row of
+        every pair, [pairs], -1 = none; the row that every expert starts at, [E + 1].
+    """
+    E, blocks = sort.num_experts, rows // sort.block
+    ids = flat(sort, ids)
+    sizes = (blocks, 1, sort.parts * sort.part, E + 1)
+    counts, *outputs = counted(sort, ids, rows, [jax.ShapeDtypeStruct((n,), i32) for n in sizes])
+    finders = -(-blocks // _BLOCKS)
+
+    def body(
+        sorted_ref, experts_ref, padded_ref, places_ref, starts_ref, ids_ref, counts_ref, *, found, own, **scratch
+    ):
+        block, r = lax.axis_index("block"), Memory(ids_ref, counts_ref, **scratch)
+
+        @pl.when(block < finders)
+        def _():
+            find_starts(sort, r, found)
+
+            @pl.when(block == 0)
+            def _():
+                put(padded_ref, 0, found[E])
+                write_out(starts_ref, found, E + 1)
+
+            first = block * _BLOCKS
+            some = lax.div(jnp.minimum(blocks - first, _BLOCKS) + (SLAB - 1), i32(SLAB))
+            find = functools.partial(_find_experts, sort, found, experts_ref, own)
+            lax.fori_loop(0, some, lambda n, _: find(first + n * SLAB), None)
+
+        pl.when(block >= finders)(lambda: _write_pairs(sort, r, sorted_ref, places_ref, own, block - finders))
+
+    launch = plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=sort.scratch | {"found": sort.starts, "own": plgpu.SMEM((max(sort.part, SLAB),), i32)},
+        grid=(finders + sort.parts,),
+        grid_names=("block",),
+        kernel_name="sort_pairs",
+    )
+    pairs, experts, padded, places, starts = pl.run_state(lambda refs: launch(*refs, ids, counts))(outputs)
+    return pairs, experts, padded, places[: sort.pairs], starts
+
+
+def _find_experts(sort: Sort, starts_ref: Any, experts_ref: Any, own: Any, first: Any) -> None:
+    """The experts of 32 blocks, or of as many as there are."""
+    blocks, experts = experts_ref.shape[0], experts_of_blocks(sort, starts_ref, first)
+    pl.when(first + SLAB <= blocks)(lambda: _mosaic.store(experts_ref.at[pl.ds(first, SLAB)], experts))
+
+    @pl.when(first + SLAB > blocks)
+    def _():
+        own[pl.ds(0, SLAB)] = experts
+        lax.fori_loop(0, blocks - first, lambda i, _: put(experts_ref, first + i, own[i]), None)
+
+
+def _write_pairs(sort: Sort, r: Memory, sorted_ref: Any, places_ref: Any, own: Any, part: Any) -> None:
+    """A part's pairs to their places."""
+    begin = part * sort.part
+
+    def take(start, count, experts, place):
+        place = jnp.where(experts < sort.num_experts, place, -1)
+        own[pl.ds(start, count)] = place
+        _mosaic.store(places_ref.at[pl.ds(begin + start, count)], place)
+
+    def write(n, _):
+        places = [own[n * _UNROLLED + i] for i in range(_UNROLLED)]
+        for i, at in enumerate(places):
+            pair = begin + n * _UNROLLED + i
+            pl.when(at >= 0)(lambda at=at, pair=pair: put(sorted_ref, at, pair))
+
+    find_places(sort, r, part, take)
+    lax.fori_loop(0, sort.part // _UNROLLED, write, None)
 
 
 # ---------------------------------------------------------------- inside kernels
@@ -249,6 +335,19 @@ def experts_of_blocks(sort: Sort, starts_ref: Any, first: Any) -> jax.Array:
 
     experts = jnp.sum(lax.fori_loop(0, sort.width // COLUMNS, add, _zeros(SLAB)), 1)
     return jnp.where(rows < starts_ref[sort.num_experts], experts, i32(-1))
+
+
+def write_out(ref: Any, memory: Any, count: int) -> None:
+    """The first numbers of shared memory to global memory."""
+    whole, rest = divmod(count, SLAB)
+
+    def some(n, _):
+        at = pl.ds(n * SLAB, SLAB)
+        _mosaic.store(ref.at[at], _load(memory.at[at], DOWN))
+
+    lax.fori_loop(0, whole, some, None)
+    last = whole * SLAB
+    lax.fori_loop(0, rest, lambda n, _: put(ref, last + n, memory[last + n]), None)
 
 
 def put(ref: Any, at: Any, value: Any) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _counting, _mosaic, _row_copies
+from pallas_kernels import _counting, _mosaic, _routing, _row_copies
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32")
 _TOKENS, _TOGETHER, _CHUNKS = (4, 8, 16, 32), (1, 2, 4), (384, 512, 1024, 2048)
@@ -76,7 +76,9 @@ def permute(*, config: Config, x, topk_ids, num_experts, expert_map):
     part = config.tokens * A
     chunk = _counting.chunk(part, min(config.chunk, T * A))
     sort = _counting.Sort(pairs=T * A, num_experts=E, part=part, chunk=chunk)
-    ids = _counting.flat(sort, topk_ids, expert_map)
+    if expert_map is not None:
+        topk_ids = _routing.local_experts(topk_ids, E, expert_map)
+    ids = _counting.flat(sort, topk_ids)
     counts = _counting.counted(sort, ids) if sort.chunks > 1 else []
     pieces = -(-config.together * _row_copies.registers(M, dtype) // _REGISTERS)
     row = _row_copies.Row(M, x.dtype, min(pieces, _PIECES))
@@ -89,7 +91,7 @@ def permute(*, config: Config, x, topk_ids, num_experts, expert_map):
         @pl.when(block == 0)
         def _():
             _counting.find_starts(sort, memory, starts_ref)
-            lax.fori_loop(0, E + 1, lambda e, _: _counting.put(offsets_ref, e, starts_ref[e]), None)
+            _counting.write_out(offsets_ref, starts_ref, E + 1)
 
         @pl.when(block > 0)
         def _():

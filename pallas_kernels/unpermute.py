@@ -39,10 +39,11 @@ def why_not(*, y, **_) -> str | None:
 
 def default_config(*, y, positions, **_) -> Config:
     """Whole rows, unless there are too few tokens to fill the card or a token's rows would not fit into registers."""
-    (T, A), M = positions.shape, y.shape[1]
-    if 2 * T <= _mosaic.num_sms() or A * _row_copies.registers(M, y.dtype) > 2 * _REGISTERS:
+    (tokens, A), M = positions.shape, y.shape[1]
+    registers = A * _row_copies.registers(M, y.dtype)
+    if tokens <= _mosaic.num_sms() // 2 or registers > 2 * _REGISTERS:
         return Config(pieces=8)
-    return Config(pieces=2 if A * _row_copies.registers(M, y.dtype) > _REGISTERS else 1)
+    return Config(pieces=2 if registers > _REGISTERS else 1)
 
 
 def configs(*, y, **_) -> Iterator[Config]:

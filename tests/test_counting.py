@@ -13,7 +13,7 @@ from pallas_kernels import _counting, _mosaic
 
 def found(sort, ids):
     """Places of all pairs, and where experts start."""
-    ids = _counting.flat(sort, ids, None)
+    ids = _counting.flat(sort, ids)
     counts = _counting.counted(sort, ids) if sort.chunks > 1 else []
 
     def body(ids_ref, *refs, starts_ref, **scratch):

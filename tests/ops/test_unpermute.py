@@ -38,10 +38,10 @@ def test_no_rows_at_all():
 def test_the_kernel_adds_in_the_same_order_and_rounds_as_often(pieces, weighted, rng):
     args = make_inputs(rng, 5, 3, 2048, dtype="float32", gone=0.3, weighted=weighted)
     o = unpermute(**args, implementation="mosaic", config=Config(pieces=pieces))
-    y, positions, weights = (np.asarray(args[name]) if name in args else None for name in ("y", "positions", "weights"))
+    y, positions, weights = (np.asarray(args.get(name, 1)) for name in ("y", "positions", "weights"))
     wanted = np.zeros_like(o)
     for a in range(3):
-        row = y[positions[:, a]] if weights is None else y[positions[:, a]] * weights[:, a, None]
+        row = y[positions[:, a]] * weights[:, a, None] if weighted else y[positions[:, a]]
         wanted = wanted + np.where(positions[:, a, None] >= 0, row, np.float32(0))
     np.testing.assert_array_equal(o, wanted)
 
