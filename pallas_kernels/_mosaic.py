@@ -18,6 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src import config as jax_config
+from jax._src import core as jax_core
 from jax._src import hardware_utils
 from jax._src.lib import cuda_path, cuda_versions
 from jax._src.lib.mlir.dialects import nvvm
@@ -25,6 +26,7 @@ from jax._src.pallas.mosaic_gpu import core as _core
 from jax._src.pallas.mosaic_gpu import lowering as _lowering
 from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
+from jax._src.state import discharge as _discharge
 from jax._src.state import primitives as _state
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
@@ -113,6 +115,23 @@ def _races_found() -> bool:
 def interpreting() -> bool:
     """True inside `interpret()`; part of jit's cache key, so a traced function is never reused across the border."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def current_trace() -> Any:
+    """The trace that calls are recorded in, an object that can be referenced weakly; None outside of any."""
+    now = jax_core.trace_ctx.trace
+    return None if now is jax_core.eval_trace else now
+
+
+def discharged(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` without the references that it makes with `jax.new_ref`: a kernel that writes to them returns them.
+
+    jit does so itself, but not inside `jax.custom_jvp`, where ops run kernels.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    pure = _discharge.discharge_state(closed)
+    run: Any = jax.extend.core.jaxpr_as_fun(pure)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
 
 
 # ---------------------------------------------------------------- device code

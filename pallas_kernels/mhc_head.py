@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mhc_once
 from pallas_kernels import mhc_pre as first
 
 _ROWS = 8
@@ -40,7 +41,11 @@ def mhc_head(*, config: Config, residual, fn, scale, base, eps, rms_eps):
     first.check("mhc_head", config, C, M)
     if not N:
         return jnp.zeros((0, M), residual.dtype)
-    flat, weights = residual.reshape(N, C * M), first.split_weights(jnp.pad(fn, ((0, _ROWS - C), (0, 0))))
+    flat = residual.reshape(N, C * M)
+    if config.once:
+        [h] = _mhc_once.launch("mhc_head_once", config.stages, flat, fn, scale, base, eps, rms_eps)
+        return h
+    weights = first.split_weights(jnp.pad(fn, ((0, _ROWS - C), (0, 0))))
     parts, squares = first.products(config, flat, weights)
     count, mixing = first.mixers(N, C, M, C * M // config.splits)
 

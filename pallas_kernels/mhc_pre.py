@@ -11,6 +11,8 @@ those first that the products read last, and warps do not wait for each other ar
 Where the streams are updated first, `_updated_products` takes the place of `products`: a step is the same 64 columns
 of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
 and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
+
+With `once` the kernel of `_mhc_once` makes the layer's input in one pass, and `_finish_matrices` the rest.
 """
 
 import dataclasses
@@ -25,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mhc_once, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -51,12 +53,14 @@ class Config:
     """Shape of the products.
 
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
-    where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split.
+    where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split. With `once` streams
+    are read once, as `_mhc_once` does it: `stages` tiles of 16 tokens in shared memory, rows and splits do not matter.
     """
 
     rows: int = 128
     splits: int = 8
     stages: int = 4
+    once: bool = False
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -79,6 +83,8 @@ def why_not(*, residual, y, **_) -> str | None:
 
 
 def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
+    if config.once:
+        return _mhc_once.why_not(M, config.stages, updated) is None
     steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
     fits = not updated or all(getattr(config, name) == value for name, value in _UPDATED.items())
     return fits and not rest and steps >= config.stages
@@ -86,6 +92,10 @@ def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
 
 def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
     """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
+    if config.once:
+        why_not = _mhc_once.why_not(M, config.stages, updated)
+        if why_not is not None:
+            raise ValueError(f"{op}: {why_not}")
     if not _legal(config, C, M, updated):
         what = f"{op}: splits={config.splits}, stages={config.stages} are not legal for {C} streams of {M}"
         rows = f" that are updated first, with rows={config.rows}; take rows=64, stages=2, at most {M // 128} splits"
@@ -109,7 +119,9 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     """All legal configurations."""
     _, C, M = residual.shape
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
-    return [c for c in every if _legal(c, C, M, y is not None) and c.stages * c.rows <= 512]
+    every = [c for c in every if c.stages * c.rows <= 512]
+    every += [Config(once=True, stages=n) for n in (3, 4, 5, 6)]
+    return [c for c in every if _legal(c, C, M, y is not None)]
 
 
 def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, post_mult, eps, rms_eps):
@@ -119,8 +131,16 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     if not N:
         empty = jnp.zeros((0, M), residual.dtype), jnp.zeros((0, C)), jnp.zeros((0, C, C))
         return empty if y is None else (*empty, residual)
-    flat, weights = residual.reshape(N, C * M), split_weights(fn)
-    numbers = {"C": C, "iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
+    flat, numbers = residual.reshape(N, C * M), {"C": C, "iters": iters, "post_mult": post_mult}
+    numbers |= {"eps": eps, "rms_eps": rms_eps}
+    if config.once:
+        given: Any = {} if y is None else {"update": (y, _by_coefficient(post, comb, N - N % -_mhc_once.TOKENS))}
+        x, *new, parts, squares = _mhc_once.launch(
+            "mhc_once", config.stages, flat, fn, scale, base, eps, rms_eps, **given
+        )
+        new = [streams.reshape(N, C, M) for streams in new]
+        return x, *_finish_matrices(N, M, parts, squares, scale, base, **numbers), *new
+    weights = split_weights(fn)
     if y is None:
         parts, squares = products(config, flat, weights)
         return _finish(flat, parts, squares, scale, base, span=C * M // config.splits, **numbers)
@@ -322,12 +342,69 @@ def _token_lanes() -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _finish(x, parts, squares, scale, base, *, C, span, iters, post_mult, eps, rms_eps) -> tuple[jax.Array, ...]:
+def _finish(x, parts, squares, scale, base, *, C, span, eps, rms_eps, **numbers) -> tuple[jax.Array, ...]:
     """Layer input, output gates and matrices of the streams [N, C M]."""
-    (splits, padded, outputs), N, M, tokens = parts.shape, x.shape[0], x.shape[1] // C, _TOKENS
+    N, M = x.shape[0], x.shape[1] // C
+    gates, blocks, matrices = _matrices(parts, N, C, M, eps=eps, rms_eps=rms_eps, **numbers)
+    count, mixing = mixers(N, C, M, span)
+
+    def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref, post_ref, comb_ref):
+        index, given = lax.axis_index("block"), (parts_ref, squares_ref, scale_ref, base_ref)
+
+        @pl.when(index < blocks)
+        def _():
+            matrices(index, *given, post_ref, comb_ref)
+
+        @pl.when(index >= blocks)
+        def _():
+            mixing(index - blocks, x_ref, o_ref, given, eps, rms_eps)
+
+    x, post, comb = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((N, M), x.dtype), *gates],
+        grid=(blocks + count,),
+        grid_names=("block",),
+        kernel_name="mhc_finish",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
+    )(x, _by_kind(parts, C), squares, scale, base.reshape(-1, C))
+    return x, post[:N], comb[:N]
+
+
+def _finish_matrices(N, M, parts, squares, scale, base, *, C, **numbers) -> tuple[jax.Array, ...]:
+    """Output gates and matrices alone."""
+    gates, blocks, matrices = _matrices(parts, N, C, M, unrolled=True, **numbers)
+
+    def body(*refs):
+        matrices(lax.axis_index("block"), *refs)
+
+    post, comb = plgpu.kernel(
+        body,
+        out_type=gates,
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name="mhc_matrices",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
+    )(_by_kind(parts, C), squares, scale, base.reshape(-1, C))
+    return post[:N], comb[:N]
+
+
+def _by_kind(parts: jax.Array, C: int) -> jax.Array:
+    """Parts [splits, rows, O] as [splits, rows, O / C, C]: of input gates, of output gates, of rows of matrices."""
+    splits, rows, outputs = parts.shape
+    return parts.reshape(splits, rows, outputs // C, C)
+
+
+def _matrices(
+    parts, N, C, M, *, iters, post_mult, eps, rms_eps, unrolled=False
+) -> tuple[list[Any], int, Callable[..., None]]:
+    """Types of output gates and matrices, how many thread blocks make them, and what block `index` does.
+
+    `do(index, parts, squares, scale, base, post, comb)` of references; parts as `_by_kind`, base [O / C, C].
+    """
+    (splits, padded, _), tokens = parts.shape, _TOKENS
     blocks = -(-N // tokens)
     assert blocks * tokens <= padded
-    parts = parts.reshape(splits, padded, outputs // C, C)
+    gates = [jax.ShapeDtypeStruct((blocks * tokens, *one), f32) for one in ((C,), (C, C))]
     lanes, shape = _token_lanes(), (tokens, C, C)
     row, one = lanes.reduce(1), lanes.reduce(2).reduce(1)
 
@@ -335,6 +412,8 @@ def _finish(x, parts, squares, scale, base, *, C, span, iters, post_mult, eps, r
         return plgpu.load(ref, layout=kind, optimized=False)
 
     def total(pick, kind):
+        if unrolled:  # all loads are under way at once
+            return functools.reduce(operator.add, [load(pick(i), kind) for i in range(splits)])
         return lax.fori_loop(1, splits, lambda i, found: found + load(pick(i), kind), load(pick(0), kind))
 
     def divided(a, axis, smallest):
@@ -359,31 +438,7 @@ def _finish(x, parts, squares, scale, base, *, C, span, iters, post_mult, eps, r
         a = lax.fori_loop(0, iters - 1, lambda _, a: divided(divided(a, 2, eps), 1, eps), a)
         _mosaic.store(comb_ref.at[at], a)
 
-    def body(x_ref, parts_ref, squares_ref, scale_ref, base_ref, o_ref, post_ref, comb_ref):
-        index = lax.axis_index("block")
-
-        @pl.when(index < blocks)
-        def _():
-            matrices(index, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref)
-
-        @pl.when(index >= blocks)
-        def _():
-            mixing(index - blocks, x_ref, o_ref, (parts_ref, squares_ref, scale_ref, base_ref), eps, rms_eps)
-
-    count, mixing = mixers(N, C, M, span)
-    x, post, comb = plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct((N, M), x.dtype),
-            jax.ShapeDtypeStruct((blocks * tokens, C), f32),
-            jax.ShapeDtypeStruct((blocks * tokens, C, C), f32),
-        ],
-        grid=(blocks + count,),
-        grid_names=("block",),
-        kernel_name="mhc_finish",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # no thread reads what it writes
-    )(x, parts, squares, scale, base.reshape(-1, C))
-    return x, post[:N], comb[:N]
+    return gates, blocks, matrices
 
 
 def mixers(N: int, C: int, M: int, span: int) -> tuple[int, Callable[..., None]]:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxattn import _checks, mhc_head
 from jaxattn.ops.mhc_head import MECHANISM, make_inputs
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.mhc_head import Config
 
 
@@ -47,3 +47,28 @@ def test_the_kernel_may_begin_with_the_columns_read_last(rng):
     differ = a != b  # sums of other order, then one rounding
     assert 100 * differ.sum() < differ.size
     assert (np.abs(a - b) <= 2.0**-7 * np.abs(args["residual"].astype(np.float32)).sum(1)).all()
+
+
+def one_launch(residual, args, config):
+    weights = (args[name] for name in ("fn", "scale", "base"))
+    return mhc_head(residual, *weights, implementation="mosaic", config=config)
+
+
+def test_streams_may_be_read_once(rng, monkeypatch):
+    """Also under vmap, whose launches follow each other: more thread blocks would wait for each other for ever."""
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
+    args, config = make_inputs(rng, 2 * 35, 512), Config(once=True, stages=2)
+    residual = args["residual"].reshape(2, 35, 4, 512)
+    with _mosaic.interpret():
+        both = np.asarray(jax.vmap(lambda x: one_launch(x, args, config))(residual), np.float32)
+    expected = np.asarray(mhc_head(**args), np.float32).reshape(both.shape)
+    assert 100 * (both != expected).sum() < both.size
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_reading_once_is_one_launch():
+    args = make_inputs(np.random.default_rng(0), 16, 7168)
+    config = Config(once=True, stages=6)
+    program = _aot.compile_h200(lambda args: one_launch(args["residual"], args, config), args)
+    assert program.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1

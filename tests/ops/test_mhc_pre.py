@@ -1,6 +1,8 @@
 """What the first half of hyper-connections promises: stochastic matrices, gates, the fused update, one stream."""
 
+import os
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from jaxattn import mhc_post, mhc_pre
 from jaxattn.ops.mhc_pre import make_inputs
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.mhc_pre import Config, split_weights
 
 EPS = 1e-6
@@ -119,6 +121,72 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
             assert 100 * differ.sum() < differ.size
 
 
+ONCE = {
+    # tokens, M, stages, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
+    "two-groups-of-two": (20, 512, 2, False, 4),
+    "updated": (53, 256, 3, True, 1),
+}
+
+
+@pytest.mark.parametrize(("N", "M", "stages", "fused", "multiprocessors"), ONCE.values(), ids=ONCE)
+def test_streams_may_be_read_once(N, M, stages, fused, multiprocessors, rng, monkeypatch):
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: multiprocessors)
+    args = make_inputs(rng, N, M, fused=fused)
+    weights = {name: args[name] for name in ("fn", "scale", "base")}
+    with _mosaic.interpret():
+        x, post, comb, *streams = mhc_pre(**args, implementation="mosaic", config=Config(once=True, stages=stages))
+        updated = args["residual"]
+        if fused:
+            updated = mhc_post(*(args[n] for n in ("residual", "y", "post", "comb")), implementation="mosaic")
+    for new in streams:
+        np.testing.assert_array_equal(new, updated)
+    expected = mhc_pre(updated, **weights, implementation="reference")
+    for ours, theirs in ((post, expected[1]), (comb, expected[2])):
+        assert np.abs(np.asarray(ours) - np.asarray(theirs)).max() <= 64 * np.finfo(np.float32).eps
+    differ = np.asarray(x, np.float32) != np.asarray(expected[0], np.float32)
+    assert 100 * differ.sum() < differ.size
+
+
+def test_a_token_read_once_is_not_its_neighbours(rng, monkeypatch):
+    """NaN stays with its token, and no tokens are no error."""
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 1)
+    args, config = make_inputs(rng, 3, 256), Config(once=True)
+    poisoned = args | {"residual": args["residual"].at[1, 2, 7].set(jnp.nan)}
+    with _mosaic.interpret():
+        clean, dirty = (mhc_pre(**a, implementation="mosaic", config=config) for a in (args, poisoned))
+        none = mhc_pre(**args | {"residual": args["residual"][:0]}, implementation="mosaic", config=config)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[::2], np.asarray(b)[::2])
+        assert np.isnan(np.asarray(b[1], np.float32)).all()
+    assert [a.shape for a in none] == [(0, 256), (0, 4), (0, 4, 4)]
+
+
+def build(name):
+    """For the compiler: `mhc_pre` that reads streams once."""
+    M, fused = int(name.split("-")[0]), name.endswith("fused")
+    args = make_inputs(np.random.default_rng(0), 16, M, fused=fused)
+    config = Config(once=True, stages=5 if fused else 6)
+    return lambda args: mhc_pre(**args, implementation="mosaic", config=config), (args,)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_reading_once_compiles_without_spills(monkeypatch):
+    """Registers hold weights, so there are few to spare, and fewest for 28 senders of messages beside an update."""
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(Path(__file__).parent)]))
+    for record in _aot.compile_report("test_mhc_pre:build", ["7168", "7168-fused"]):
+        assert record.error is None, record.name
+        assert (len(record.kernels), record.spill_bytes) == (2, 0), record.name
+
+
+def test_too_few_multiprocessors_to_read_once(rng, monkeypatch):
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 3)
+    few = r"^mhc_pre: once=True needs M / 256 multiprocessors, got M=1024 and 3; take once=False\b"
+    with _mosaic.interpret(), pytest.raises(ValueError, match=few):
+        mhc_pre(**make_inputs(rng, 2, 1024), implementation="mosaic", config=Config(once=True))
+
+
 def test_wrong_configurations(rng):
     with pytest.raises(ValueError, match=r"^splits must be 1, 2, 4, 8 or 16, got 3$"):
         Config(splits=3)
@@ -129,6 +197,12 @@ def test_wrong_configurations(rng):
         pytest.raises(ValueError, match=r"^mhc_pre: splits=16, stages=4 are not legal for 4 streams of 256"),
     ):
         mhc_pre(**make_inputs(rng, 2, 256), implementation="mosaic", config=Config(splits=16))
+    most = r"^mhc_pre: once=True needs 3 to 5 stages where streams are updated first, got 6\b"
+    with _mosaic.interpret(), pytest.raises(ValueError, match=most):
+        args = make_inputs(rng, 2, 256, fused=True)
+        mhc_pre(**args, implementation="mosaic", config=Config(once=True, stages=6))
+    with _mosaic.interpret(), pytest.raises(ValueError, match=r"^mhc_pre: once=True needs 2 to 6 stages, got 7\b"):
+        mhc_pre(**make_inputs(rng, 2, 256), implementation="mosaic", config=Config(once=True, stages=7))
     updated = (
         r"^mhc_pre: splits=2, stages=2 are not legal for 4 streams of 256 that are updated first, with rows=128; "
         r"take rows=64, stages=2, at most 2 splits\b"
