@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _row_copies
+from pallas_kernels import _counting, _row_copies
 
 BLOCK = 64
 """Rows to which every expert is filled up."""
@@ -158,7 +158,46 @@ def _ranks(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     return (own + inside).reshape(-1)[:pairs], before[-1]
 
 
-def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
+def _ends(x: jax.Array, num_experts: int) -> jax.Array:
+    """The sum of a number of every expert, then its running sums."""
+    upto = jnp.arange(num_experts, dtype=jnp.int32) <= _upto(num_experts)[:, None]
+    return jnp.sum(jnp.where(upto, x, 0), 1, dtype=jnp.int32)
+
+
+def _placed(flat: jax.Array, num_experts: int, block: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The pair of every row, the row of every pair, -1 = none, and the blocks of every expert."""
+    (pairs,), E = flat.shape, num_experts
+    number = jnp.arange(pairs, dtype=jnp.int32)
+    rank, counts = _ranks(flat, E)
+    blocks = -(-counts // block)
+    first = _ends(blocks, E)[1:] - blocks
+    positions = jnp.where(flat < E, first[jnp.minimum(flat, E - 1)] * block + rank, -1)
+    if pairs * size <= 4 * _COMPARED**2:
+        rows = np.arange(size, dtype=np.int32)
+        return jnp.max(jnp.where(positions == rows[:, None], number, -1), 1), positions, blocks
+    to = jnp.where(flat < E, positions, size)
+    return jnp.full((size,), -1, jnp.int32).at[to].set(number, mode="drop"), positions, blocks
+
+
+def _counted(flat: jax.Array, num_experts: int, block: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same by a counting sort on Mosaic GPU."""
+    pairs, rows = flat.size, capacity(flat.size, block, num_experts)
+    part = 64 if pairs >= 1 << 14 else 32
+    sort = _counting.Sort(
+        pairs=pairs,
+        num_experts=num_experts,
+        part=part,
+        chunk=_counting.chunk(part, min(_counting.default_chunk(pairs), pairs)),
+        block=block,
+    )
+    pair, _, _, positions, starts = _counting.sort_pairs(sort, flat, rows)
+    pair = jnp.pad(jnp.where(pair < pairs, pair, -1), (0, size - rows), constant_values=-1)
+    return pair, positions, (starts[1:] - starts[:-1]) // block
+
+
+def sorted_tiles(
+    which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK, counted: bool = False
+) -> Tiles:
     """Rows in the order of their experts, each filled up to a multiple of `block`, in tiles of up to `groups` blocks.
 
     Args:
@@ -167,21 +206,13 @@ def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups:
         num_experts: E.
         groups: of `block` rows in a tile.
         block: rows, a multiple of 8.
+        counted: sort on Mosaic GPU, not in XLA.
     """
     (T, A), E = which.shape, num_experts
     pairs, size = T * A, capacity(T * A, block, E) + (groups - 1) * block
-    flat, number, expert = which.reshape(pairs), jnp.arange(pairs, dtype=jnp.int32), jnp.arange(E, dtype=jnp.int32)
-    rank, counts = _ranks(flat, E)
-    blocks = -(-counts // block)
-    upto = expert <= _upto(E)[:, None]
-    block_ends, tile_ends = (jnp.sum(jnp.where(upto, x, 0), 1, dtype=jnp.int32) for x in (blocks, -(-blocks // groups)))
+    pair, positions, blocks = (_counted if counted else _placed)(which.reshape(pairs), E, block, size)
+    block_ends, tile_ends = (_ends(x, E) for x in (blocks, -(-blocks // groups)))
     first = block_ends[1:] - blocks
-    positions = jnp.where(flat < E, first[jnp.minimum(flat, E - 1)] * block + rank, -1)
-    if pairs * size <= 4 * _COMPARED**2:
-        pair = jnp.max(jnp.where(positions == np.arange(size, dtype=np.int32)[:, None], number, -1), 1)
-    else:
-        to = jnp.where(flat < E, positions, size)
-        pair = jnp.full((size,), -1, jnp.int32).at[to].set(number, mode="drop")
     real, pair = pair >= 0, jnp.maximum(pair, 0)
     tile = np.arange(-(-(size - (groups - 1) * block) // (block * groups)) + (min(E, pairs) if groups > 1 else 0))
     tile = tile.astype(np.int32)

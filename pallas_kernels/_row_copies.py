@@ -20,34 +20,71 @@ def fits(width: int) -> bool:
     return width >= _THREADS
 
 
-class _Row:
-    """How a row of M numbers lies in registers: whole, or in overlapping pieces that are written twice."""
+def why_not(width: int, dtype: Any) -> str | None:
+    """None if rows of so many numbers can be copied, else one sentence."""
+    if not fits(width):
+        return f"rows must have at least {_THREADS} numbers, got {width}; pad them"
+    if width % _THREADS and isinstance(line := _frames.line(width, dtype), str):
+        return line
+    return None
 
-    def __init__(self, M: int, dtype: Any):
+
+class Row:
+    """How a row of M numbers lies in registers: whole, in pieces, or in overlapping pieces that are written twice.
+
+    Args:
+        M: numbers of a row.
+        dtype: their dtype.
+        pieces: to cut a row into, fewer where they would not keep loads of the same width.
+    """
+
+    def __init__(self, M: int, dtype: Any, pieces: int = 1):
+        self.dtype = jnp.dtype(dtype)
         self.shape: tuple[int, ...] = (M,)
-        if M % _THREADS:
+        self.apart = M % _THREADS == 0
+        """Pieces do not overlap."""
+        if not self.apart:
             line = _frames.line(M, dtype)
             assert not isinstance(line, str), line
             self.piece: tuple[int, ...] = (line.width,)
             self.places: list[tuple[Any, ...]] = [(pl.ds(start, line.width),) for start in line.starts]
             self.layout = line.frame.numbers
             return
-        vec = 16 // jnp.dtype(dtype).itemsize  # as much of 16 bytes a thread as divides it
+        vec = 16 // self.dtype.itemsize  # as much of 16 bytes a thread as divides it
         while M % (_THREADS * vec):
             vec //= 2
-        self.shape = self.piece = (M // _THREADS, _THREADS)
-        self.places = [()]
-        self.layout = plgpu.Layout.WG_STRIDED(self.shape, vec_size=vec)
+        lines = M // _THREADS
+        pieces = max(n for n in range(1, pieces + 1) if lines % (n * vec) == 0)
+        self.shape, self.piece = (lines, _THREADS), (lines // pieces, _THREADS)
+        self.places = [(pl.ds(n * self.piece[0], self.piece[0]),) for n in range(pieces)] if pieces > 1 else [()]
+        self.layout = plgpu.Layout.WG_STRIDED(self.piece, vec_size=vec)
+
+    def place(self, piece: Any) -> tuple[Any, ...]:
+        """Where a piece lies whose number is not known before; of pieces that do not overlap."""
+        return (pl.ds(piece * self.piece[0], self.piece[0]),) if len(self.places) > 1 else ()
+
+    def zeros(self) -> jax.Array:
+        """A piece of zeros."""
+        return plgpu.layout_cast(jnp.zeros(self.piece, self.dtype), self.layout)
 
     def load(self, ref: Any, row: Any, place: tuple[Any, ...]) -> jax.Array:
         """A piece of a row."""
         return plgpu.load(ref.at[(row, *place)], layout=self.layout, optimized=False)
 
+    def store(self, ref: Any, row: Any, place: tuple[Any, ...], value: jax.Array) -> None:
+        """Write a piece of a row that no other thread reads; warps do not wait for each other."""
+        _mosaic.store_plain(ref.at[(row, *place)], value, self.layout)
+
+
+def registers(width: int, dtype: Any) -> int:
+    """Registers of a thread that hold a row."""
+    return -(-width * jnp.dtype(dtype).itemsize // (4 * _THREADS))
+
 
 def take(x: jax.Array, source: jax.Array) -> jax.Array:
     """`x[source]` for [T, M] and int32 [R]; R a multiple of 4."""
     (_, M), R = x.shape, source.shape[0]
-    row = _Row(M, x.dtype)
+    row = Row(M, x.dtype)
 
     def body(x_ref, source_ref, o_ref):
         first = lax.axis_index("block") * _TOGETHER
@@ -66,28 +103,45 @@ def take(x: jax.Array, source: jax.Array) -> jax.Array:
     return out.reshape(R, M)
 
 
-def add(y: jax.Array, positions: jax.Array) -> jax.Array:
-    """`sum over a of y[positions[t, a]]` in float32, in order, rounded once; -1 adds nothing; [T, M]."""
-    (_, M), (T, A) = y.shape, positions.shape
-    row = _Row(M, y.dtype)
+def add(y: jax.Array, positions: jax.Array, weights: jax.Array | None = None, pieces: int = 1) -> jax.Array:
+    """`sum over a of weights[t, a] * y[positions[t, a]]` in float32, in order, each product and the sum rounded.
 
-    def body(y_ref, at_ref, o_ref):
+    Args:
+        y: [R, M].
+        positions: int32 [T, A]; a negative one adds nothing, whatever its weight.
+        weights: float32 [T, A], None = 1.
+        pieces: thread blocks of a token, at most.
+
+    Returns:
+        [T, M].
+    """
+    (_, M), (T, A) = y.shape, positions.shape
+    row = Row(M, y.dtype, pieces)
+    across = len(row.places) if row.apart else 1
+
+    def body(y_ref, at_ref, *refs):
+        *weight_refs, o_ref = refs
         t = lax.axis_index("token")
         at = [at_ref[t, a] for a in range(A)]
-        for place in row.places:
+        factors = [ref[t, a] for ref in weight_refs for a in range(A)]
+        for place in [row.place(lax.axis_index("piece"))] if row.apart else row.places:
             values = [row.load(y_ref, jnp.maximum(i, 0), place) for i in at]
             total = plgpu.layout_cast(jnp.zeros(row.piece, jnp.float32), row.layout)
-            for i, value in zip(at, values, strict=True):
-                total = total + jnp.where(lax.broadcast(i, row.piece) >= 0, value.astype(jnp.float32), 0.0)
+            for a, (i, value) in enumerate(zip(at, values, strict=True)):
+                value = value.astype(jnp.float32)
+                if factors:  # an instruction of its own, which no sum is fused with
+                    factor = lax.broadcast(factors[a], row.piece)
+                    value = _mosaic.pointwise("mul.rn.f32", jnp.multiply, row.layout, value, factor)
+                total = total + jnp.where(lax.broadcast(i, row.piece) >= 0, value, 0.0)
             _mosaic.store(o_ref.at[(t, *place)], total.astype(y.dtype))
 
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((T, *row.shape), y.dtype),
-        grid=(T,),
-        grid_names=("token",),
+        grid=(T, across),
+        grid_names=("token", "piece"),
         kernel_name="add_rows",
-    )(y.reshape(-1, *row.shape), positions)
+    )(y.reshape(-1, *row.shape), positions, *([] if weights is None else [weights]))
     return out.reshape(T, M)
 
 

@@ -75,6 +75,8 @@ class Config:
     """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
     cluster: int = 1
     """Thread blocks that multiply the same rows, tiles side by side, and fetch them once: 1 or 2; sorted rows only."""
+    counted: bool = False
+    """Rows are sorted by `_counting`'s kernels, not by XLA; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
 
@@ -88,6 +90,8 @@ class Config:
             raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
         if self.shared and self.cluster > 1:
             raise ValueError(f"shared rows need cluster=1, got {self.cluster}")
+        if self.shared and self.counted:
+            raise ValueError("shared rows are not sorted; they need counted=False, got counted=True")
 
 
 def why_not(*, x, w13, format, **_) -> str | None:
@@ -203,7 +207,7 @@ def experts(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT)
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT, config.counted)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     pairs = activation == "swigluoai"

@@ -83,12 +83,12 @@ def test_without_a_kernel_nothing_is_a_pass(loaded):
 
 def test_few_interprets_each_kernel_on_the_first_capture_that_it_supports(monkeypatch):
     loaded = load([SHIPPED])
-    ours = [(m, c) for m, c in triangle.pair(MECHANISMS, loaded) if m.name in ("router", "merge_states", "unpermute")]
+    ours = [(m, c) for m, c in triangle.pair(MECHANISMS, loaded) if m.name in ("router", "merge_states", "eplb")]
     found = few.left_out(ours)
     kept = [(m.name, c.case) for (m, c), why in zip(ours, found, strict=True) if not why]
     routed = [c.case for m, c in ours if m.name == "router" and "table" not in c.inputs]
     first = next(c.case for m, c in ours if m.name == "merge_states")
-    unsupported = {("router", "router_hash_wide"), ("unpermute", "permute_unpermute_empty_experts")}
+    unsupported = {("router", "router_hash_wide")} | {(m.name, c.case) for m, c in ours if m.name == "eplb"}
     assert {("router", routed[0]), ("merge_states", first)} | unsupported == set(kept)
     assert set(found) == {"", few.REASON}
     ran = []

@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
-from pallas_kernels import _routing
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
+from pallas_kernels import _mosaic, _routing
+from pallas_kernels import align_block_size as mosaic
 
 _OP = "align_block_size"
 
@@ -33,15 +34,16 @@ def align_block_size(
         block_size: rows of a block.
         num_experts: experts that this device holds, E.
         expert_map: for every id the local expert 0..E-1, or -1 = held by another rank; such pairs take no part.
-        implementation: None or "reference"; XLA does the index work.
-        config: None, for the same reason.
+        implementation: None (choose), "reference" or "mosaic".
+        config: launch configuration of the named kernel.
 
     Returns:
         `sorted_ids`: flat indices, T * A where a row is padding; `expert_ids`: expert of each block, -1 for blocks
         behind the last; `padded`: [1] rows in use, a multiple of `block_size`.
 
     Raises:
-        TypeError: dtypes; ValueError: shapes or sizes.
+        TypeError: dtypes; ValueError: shapes or sizes;
+        NotImplementedError: the named implementation cannot run this call.
 
     Source: vLLM 0.26.0 `moe_align_block_size.py`, whose order inside an expert is not repeatable for many tokens, and
     whose blocks of other ranks' experts exist unless it is told to ignore them.
@@ -125,6 +127,10 @@ def _case(name: str, *sizes: int, tags: tuple[str, ...] = ("smoke",), **options)
     return Case(name=name, make=lambda rng: make_inputs(rng, *sizes, **options), tags=frozenset(tags))
 
 
+def _struct(T: int, A: int, E: int, block_size: int) -> Args:
+    return {"topk_ids": jax.ShapeDtypeStruct((T, A), jnp.int32), "block_size": block_size, "num_experts": E}
+
+
 MECHANISM = Mechanism(
     name=_OP,
     source="vLLM 0.26.0 fused_moe/moe_align_block_size.py",
@@ -132,17 +138,29 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.align_block_size,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+            proven=False,
+        )
+    },
     cases=(
         _case("T13-A2-E8-block16", 13, 2, 8, 16),
         _case("T30-A4-E8-block16-expert-map", 30, 4, 8, 16, mapped=True),
         _case("T40-A1-E64-block8-one-expert", 40, 1, 64, 8, hot=1),
         _case("T1-A6-E256-block64", 1, 6, 256, 64),
+        _case("T40-A8-E130-block48-expert-map", 40, 8, 130, 48, mapped=True),
+        _case("T16384-A8-E256-block64", 16384, 8, 256, 64, tags=("full",)),
         _case("T4096-A6-E64-block128", 4096, 6, 64, 128, tags=("full", "bench")),
     ),
     cost=_cost,
     captures=("moe/align_block_size*",),
-    support=(
-        ("any sizes", {**{"topk_ids": jax.ShapeDtypeStruct((16, 6), jnp.int32)}, "block_size": 64, "num_experts": 8}),
+    support=tuple(
+        (f"T {T}, A {A}, E {E}, blocks of {block}", _struct(T, A, E, block))
+        for T, A, E, block in ((16, 6, 64, 16), (512, 8, 256, 64), (8192, 8, 384, 128))
     ),
 )

@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.ops import align_block_size
+from pallas_kernels import _mosaic
+from pallas_kernels import permute as mosaic
 
 _OP = "permute"
 
@@ -30,15 +32,16 @@ def permute(
         topk_ids: int32 expert of each (token, slot). Ids outside 0..E-1 (or of the map) take no part.
         num_experts: experts that this device holds, E.
         expert_map: for every id the local expert, or -1 = held by another rank.
-        implementation: None or "reference"; XLA does the index work.
-        config: None, for the same reason.
+        implementation: None (choose), "reference" or "mosaic".
+        config: launch configuration of the named kernel.
 
     Returns:
         `permuted`: rows behind the last expert (pairs that take no part) are 0; `offsets`: expert e has rows offsets[e]
         to offsets[e + 1] - 1; `positions`: row of each (token, slot), -1 for pairs that take no part.
 
     Raises:
-        TypeError: dtypes; ValueError: shapes or sizes.
+        TypeError: dtypes; ValueError: shapes or sizes;
+        NotImplementedError: the named implementation cannot run this call.
 
     Source: vLLM 0.26.0 `moe_permute_unpermute.py` (offsets in int64 there).
     """
@@ -93,6 +96,11 @@ def _case(name: str, *sizes: int, tags: tuple[str, ...] = ("smoke",), **options)
     return Case(name=name, make=lambda rng: make_inputs(rng, *sizes, **options), tags=frozenset(tags))
 
 
+def _struct(dtype: str, M: int) -> Args:
+    ids = jax.ShapeDtypeStruct((2048, 8), jnp.int32)
+    return {"x": jax.ShapeDtypeStruct((2048, M), jnp.dtype(dtype)), "topk_ids": ids, "num_experts": 256}
+
+
 MECHANISM = Mechanism(
     name=_OP,
     source="vLLM 0.26.0 fused_moe/moe_permute_unpermute.py",
@@ -100,23 +108,42 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.permute,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+            proven=False,
+        )
+    },
     cases=(
         _case("T9-A2-E8-M128", 9, 2, 8, 128),
         _case("T9-A3-E4-M24-expert-map-fp32", 9, 3, 4, 24, dtype="float32", mapped=True),
         _case("T12-A1-E16-M8-one-expert", 12, 1, 16, 8, hot=1),
+        _case("T22-A6-E40-M256-expert-map-fp32", 22, 6, 40, 256, dtype="float32", mapped=True),
+        _case("T13-A3-E8-M200-one-expert-fp16", 13, 3, 8, 200, dtype="float16", hot=3),
+        _case("T40-A8-E130-M128-int8", 40, 8, 130, 128, dtype="int8"),
+        _case("T256-A8-E256-M7168-fp8", 256, 8, 256, 7168, dtype="float8_e4m3fn", tags=("full",)),
+        _case("T1000-A10-E512-M2880", 1000, 10, 512, 2880, tags=("full",), mapped=True),
         _case("T4096-A6-E64-M4096", 4096, 6, 64, 4096, tags=("full", "bench")),
     ),
     cost=_cost,
     captures=("moe/permute_unpermute*",),
     support=(
-        (
-            "any sizes",
-            {
-                "x": jax.ShapeDtypeStruct((16, 128), jnp.bfloat16),
-                "topk_ids": jax.ShapeDtypeStruct((16, 6), jnp.int32),
-                "num_experts": 8,
-            },
+        *(
+            (f"{dtype}, M {M}", _struct(dtype, M))
+            for dtype, M in (
+                ("bfloat16", 4096),
+                ("bfloat16", 2880),
+                ("float16", 7168),
+                ("float32", 4096),
+                ("float8_e4m3fn", 7168),
+                ("int8", 4096),
+                ("bfloat16", 64),
+                ("float64", 4096),
+            )
         ),
     ),
 )

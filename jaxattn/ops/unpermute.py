@@ -8,9 +8,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks, _mechanism
-from jaxattn._mechanism import Args, Case, Mechanism
+from jaxattn._mechanism import Args, Case, Kernel, Mechanism
 from jaxattn.ops import permute
 from jaxattn.quant import primitives as p
+from pallas_kernels import _mosaic
+from pallas_kernels import unpermute as mosaic
 
 _OP = "unpermute"
 
@@ -29,11 +31,12 @@ def unpermute(
         y: rows sorted by expert, see `permute`.
         positions: row of each (token, slot); -1 = no row, which adds nothing, whatever its weight.
         weights: float32, None = 1 (the rows are weighted already).
-        implementation: None or "reference".
-        config: None.
+        implementation: None (choose), "reference" or "mosaic".
+        config: launch configuration of the named kernel.
 
     Raises:
-        TypeError: dtypes; ValueError: shapes.
+        TypeError: dtypes; ValueError: shapes;
+        NotImplementedError: the named implementation cannot run this call.
 
     Source: vLLM 0.26.0 `moe_permute_unpermute.py` (moe_unpermute), `csrc/moe/moe_align_sum_kernels.cu` (moe_sum).
     """
@@ -107,6 +110,12 @@ def _case(name: str, *sizes: int, tags: tuple[str, ...] = ("smoke",), **options)
     return Case(name=name, make=lambda rng: make_inputs(rng, *sizes, **options), tags=frozenset(tags))
 
 
+def _struct(dtype: str, A: int, M: int) -> Args:
+    wide = jnp.float64 if dtype == "float64" else jnp.float32
+    arrays = {"y": ((2048 * A, M), jnp.dtype(dtype)), "positions": ((2048, A), jnp.int32), "weights": ((2048, A), wide)}
+    return {name: jax.ShapeDtypeStruct(shape, kind) for name, (shape, kind) in arrays.items()}
+
+
 MECHANISM = Mechanism(
     name=_OP,
     source=permute.MECHANISM.source,
@@ -114,23 +123,39 @@ MECHANISM = Mechanism(
     prepare=prepare,
     reference=_reference,
     outputs=_outputs,
-    kernels={},
+    kernels={
+        "mosaic": Kernel(
+            run=mosaic.unpermute,
+            why_not=mosaic.why_not,
+            why_not_here=_mosaic.why_not_here,
+            default_config=mosaic.default_config,
+            configs=mosaic.configs,
+            proven=False,
+        )
+    },
     cases=(
         _case("T9-A2-M128", 9, 2, 128),
         _case("T9-A3-M24-gone-fp32", 9, 3, 24, dtype="float32", gone=0.3),
         _case("T5-A8-M16-fp16-sum", 5, 8, 16, dtype="float16", weighted=False),
+        _case("T9-A3-M136-gone-fp32", 9, 3, 136, dtype="float32", gone=0.3),
+        _case("T5-A8-M256-fp16-sum", 5, 8, 256, dtype="float16", weighted=False),
+        _case("T3-A10-M2048-gone", 3, 10, 2048, gone=0.3),
+        _case("T300-A8-M7168", 300, 8, 7168, tags=("full",)),
+        _case("T300-A4-M2880-gone", 300, 4, 2880, gone=0.3, tags=("full",)),
         _case("T4096-A6-M4096", 4096, 6, 4096, tags=("full", "bench")),
     ),
     cost=_cost,
     captures=("moe/permute_unpermute*",),
-    support=(
-        (
-            "any sizes",
-            {
-                "y": jax.ShapeDtypeStruct((96, 128), jnp.bfloat16),
-                "positions": jax.ShapeDtypeStruct((16, 6), jnp.int32),
-                "weights": jax.ShapeDtypeStruct((16, 6), jnp.float32),
-            },
-        ),
+    support=tuple(
+        (f"{dtype}, A {A}, M {M}", _struct(dtype, A, M))
+        for dtype, A, M in (
+            ("bfloat16", 6, 4096),
+            ("bfloat16", 8, 7168),
+            ("bfloat16", 4, 2880),
+            ("float16", 8, 4096),
+            ("float32", 8, 4096),
+            ("bfloat16", 6, 64),
+            ("float64", 6, 4096),
+        )
     ),
 )

@@ -4,6 +4,7 @@ import pytest
 
 from jaxattn import align_block_size
 from jaxattn.ops.align_block_size import capacity, make_inputs
+from pallas_kernels.align_block_size import Config
 from parity.twins import align_block_size as twin
 from tests import routings
 
@@ -59,6 +60,39 @@ def test_every_pair_once_in_a_block_of_its_expert(T, k, E, block_size, rng):
     for name, x in twin.run(host, False).items():
         np.testing.assert_array_equal(out[("sorted_ids", "expert_ids", "padded").index(name)], x)
     assert out[2][0] <= out[0].size == capacity(T * k, block_size, E)
+
+
+@pytest.mark.usefixtures("interpret")
+@pytest.mark.parametrize(
+    ("of", "block_size", "config"),
+    [
+        (1, 16, Config(pairs=128, chunk=384)),
+        (11, 5, Config(pairs=32, chunk=384)),
+        (5, 1, Config(pairs=64)),
+    ],
+    ids=["one-expert", "out-of-range", "no-padding"],
+)
+def test_the_kernel_has_the_order_of_a_stable_sort(of, block_size, config, rng):
+    x = jnp.asarray(rng.integers(0, of, (140, 3)), jnp.int32)
+    sizes = {"block_size": block_size, "num_experts": 9}
+    for got, wanted in zip(
+        align_block_size(x, **sizes, implementation="mosaic", config=config),
+        align_block_size(x, **sizes, implementation="reference"),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pairs": 48}, "pairs must be 32, 64 or 128, got 48"),
+        ({"chunk": 100}, "chunk must be 384, 512, 1024 or 2048, got 100"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**changes)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,13 @@ def test_thread_blocks_that_share_rows_change_no_bit(T, options, rng):
     np.testing.assert_array_equal(alone, shared)
 
 
+def test_rows_that_are_sorted_by_counting_change_no_bit(rng):
+    args = make_inputs(rng, 9, 2, 3, 128, 64, mapped=True)
+    path = {"multipliers": 1, "half": 64, "stages": 2}
+    by_xla, counted = (kernel(args, **path, counted=counted).view(np.int16) for counted in (False, True))
+    np.testing.assert_array_equal(by_xla, counted)
+
+
 def test_a_token_that_chose_an_expert_twice_gets_both_weights(rng):
     args = make_inputs(rng, 5, 2, 3, 128, 64)
     args["ids"] = args["ids"].at[:, 1].set(args["ids"][:, 0])
@@ -241,6 +248,7 @@ def test_paths_are_chosen_from_shapes_alone():
         ({"multipliers": 3}, "multipliers must be 1 or 2, got 3"),
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"shared": True, "multipliers": 1, "cluster": 2}, "shared rows need cluster=1, got 2"),
+        ({"shared": True, "multipliers": 1, "counted": True}, "shared rows are not sorted; they need counted=False"),
         ({"stages": 1}, "stages must lie between 2 and 12, got 1"),
         ({"shared": True, "multipliers": 2}, "shared rows need one warpgroup that multiplies, got multipliers=2"),
     ],

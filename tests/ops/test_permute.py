@@ -4,6 +4,7 @@ import pytest
 
 from jaxattn import permute, unpermute
 from jaxattn.ops.permute import make_inputs
+from pallas_kernels.permute import Config
 from parity import tolerances
 from tests import routings
 
@@ -55,6 +56,42 @@ def test_ranks_have_their_own_pairs_and_together_all(T, A, E, rng):
         np.testing.assert_array_equal(np.diff(offsets), np.diff(whole[1])[mine])
         total = total + unpermute(permuted, positions)
     np.testing.assert_allclose(total, A * args["x"], rtol=tolerances.SAME_SUMS, atol=0)
+
+
+def same(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.usefixtures("interpret")
+@pytest.mark.parametrize("of", [1, 9, 16], ids=["one-expert", "empty-experts", "out-of-range"])
+def test_the_kernel_has_the_order_of_a_stable_sort(of, rng):
+    """Two chunks and a part that is not full; NaN of any bits is copied as it is."""
+    x = jnp.asarray(rng.standard_normal((40, 128)), jnp.float32).at[3].set(np.nan)
+    args = {"x": x, "topk_ids": jnp.asarray(rng.integers(0, of, (40, 10)), jnp.int32), "num_experts": 12}
+    config = Config(tokens=16, chunk=384)
+    same(permute(**args, implementation="mosaic", config=config), permute(**args, implementation="reference"))
+
+
+@pytest.mark.usefixtures("interpret")
+@pytest.mark.parametrize(("tokens", "together", "M"), [(4, 4, 8192), (32, 1, 200), (8, 2, 4096)])
+def test_every_way_to_cut_rows_copies_them(tokens, together, M, rng):
+    args = make_inputs(rng, 10, 2, 4, M, dtype="float32")
+    config = Config(tokens=tokens, together=together)
+    same(permute(**args, implementation="mosaic", config=config), permute(**args, implementation="reference"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 6}, "tokens must be 4, 8, 16 or 32, got 6"),
+        ({"together": 3}, "together must be 1, 2 or 4, got 3"),
+        ({"chunk": 100}, "chunk must be 384, 512, 1024 or 2048, got 100"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**changes)
 
 
 @pytest.mark.parametrize(

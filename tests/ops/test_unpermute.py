@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 
 from jaxattn import moe_sum, unpermute
+from jaxattn.ops.unpermute import make_inputs
+from pallas_kernels.unpermute import Config
 
 
 def test_by_hand():
@@ -27,6 +29,26 @@ def test_no_rows_at_all():
     o = unpermute(jnp.zeros((0, 4)), jnp.full((2, 3), -1, jnp.int32))
     assert o.shape == (2, 4)
     assert not o.any()
+
+
+@pytest.mark.optimized
+@pytest.mark.usefixtures("interpret")
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_kernel_adds_in_the_same_order_and_rounds_as_often(pieces, weighted, rng):
+    args = make_inputs(rng, 5, 3, 2048, dtype="float32", gone=0.3, weighted=weighted)
+    o = unpermute(**args, implementation="mosaic", config=Config(pieces=pieces))
+    y, positions, weights = (np.asarray(args.get(name, 1)) for name in ("y", "positions", "weights"))
+    wanted = np.zeros_like(o)
+    for a in range(3):
+        row = y[positions[:, a]] * weights[:, a, None] if weighted else y[positions[:, a]]
+        wanted = wanted + np.where(positions[:, a, None] >= 0, row, np.float32(0))
+    np.testing.assert_array_equal(o, wanted)
+
+
+def test_configurations_that_cannot_be():
+    with pytest.raises(ValueError, match="pieces must be 1, 2, 4 or 8, got 3"):
+        Config(pieces=3)
 
 
 @pytest.mark.parametrize(
