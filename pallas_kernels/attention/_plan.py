@@ -216,11 +216,14 @@ def illegal(x: Plan) -> str | None:
         return f"block_kv must divide the page or be a multiple of it, got {c.block_kv} and {x.page}"
     if x.copies % c.pages_at_once:
         return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
+    if c.block_kv % 64 and not c.edge_masks:
+        return f"block_kv={c.block_kv} needs edge_masks=True: else its masks spill registers"
     if c.by_warps and x.copies % WARPS:
         return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
     if c.share_o and x.Dv > x.D:
         return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
-    most = 64 if x.Dv == 256 else 176 if x.Dv > 64 and x.D == x.Dv else 128 if x.Dv > 64 else 192
+    wide = 176 if x.D == x.Dv == 128 and c.edge_masks else 128
+    most = 64 if x.Dv == 256 else wide if x.Dv > 64 else 192
     if c.block_kv > most or (c.consumers == 3 and (x.Dv > 64 or c.block_kv > 128)):
         return f"block_kv={c.block_kv} with {c.consumers} consumers does not fit the registers for values of {x.Dv}"
     return _too_large(x)
@@ -236,11 +239,13 @@ def _too_large(x: Plan) -> str | None:
 def _illegal_pass(x: Plan) -> str | None:
     if x.window is None or not x.causal or x.softcap is not None:
         return "one_pass needs a causal window and no soft cap"
-    most = 144 if x.config.consumers == 3 else 192
-    if x.span > most or x.Dv > (64 if x.config.consumers == 3 else 128):
+    if x.page is not None and not x.config.by_warps:
+        return "one_pass over pages needs by_warps=True"
+    keys, values = (144, 64) if x.config.consumers == 3 else (192, 128)
+    if x.span > keys or x.Dv > values or x.span_rows > 256:
         return (
-            f"one_pass with {x.config.consumers} consumers takes {most} keys and values of "
-            f"{64 if x.config.consumers == 3 else 128} at most, got {x.span} (window - 1 + {x.part_q}) and {x.Dv}"
+            f"one_pass takes {keys} keys of a warpgroup, 256 of a tile and values of {values} with "
+            f"{x.config.consumers} consumers, got {x.span}, {x.span_rows} and {x.Dv}; use a larger block_g"
         )
     return None
 
