@@ -32,7 +32,7 @@ from pallas_kernels.attention import _tiles as tiles_of
 from pallas_kernels.attention._parts import clean, normalised, split, stage_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken", "turn")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken", "turn", "o_turn")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -135,13 +135,14 @@ def _block(x: Plan, r: Any) -> None:
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(computing, action="increase")
-        if r.turn is not None:
-            pl.when(warpgroup == consumers - 1)(lambda: plgpu.barrier_arrive(r.turn.at[0]))
+        turns = [turn for turn in (r.turn, r.o_turn) if turn is not None]
+        for turn in turns:
+            pl.when(warpgroup == consumers - 1)(lambda turn=turn: plgpu.barrier_arrive(turn.at[0]))
         consume = functools.partial(_consume, x, r, warpgroup)
         lax.while_loop(lambda at: at >= 0, consume, i32(0))
         plgpu.wait_smem_to_gmem(0)
-        if r.turn is not None and x.interpreted:
-            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(r.turn.at[0]))
+        for turn in turns if x.interpreted else ():
+            pl.when(warpgroup == 0)(lambda turn=turn: plgpu.barrier_wait(turn.at[0]))
 
 
 # ---------------------------------------------------------------- producer
@@ -362,8 +363,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
 
     def pass_turn():
         if c.consumers > 1:
-            following = warpgroup + 1
-            plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
+            plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
 
     def is_plain(start):
         return (start >= t.plain_low) & (start <= t.plain_high)
@@ -453,7 +453,13 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
-    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), o), mine if c.share_o else warpgroup)
+    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), o), mine)
+
+
+def _following(x: Plan, warpgroup):
+    """The warpgroup whose turn is next."""
+    following = warpgroup + 1
+    return jnp.where(following == x.config.consumers, 0, following)
 
 
 def _give_q_back(x: Plan, r: Any, tile) -> None:
@@ -517,14 +523,18 @@ def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
     return o + pl.run_scoped(fresh, _mosaic.ACC(o.shape, f32))
 
 
-def _finish(x: Plan, r: Any, t: Any, warpgroup, state, place) -> None:
+def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     """Log-sum-exp, sink, division, and the rows of the tile's tokens; what follows them belongs to the next request.
 
-    The output leaves through `place` of `o_rows`.
+    With `share_o` the output leaves through q's memory, at `mine`.
     """
-    warpgroup, place = warpgroup + t.zero, place + t.zero
+    warpgroup = warpgroup + t.zero
+    place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
     o = normalised(x, r, t, warpgroup, *state)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if x.config.o_turns:
+        plgpu.barrier_wait(r.o_turn.at[warpgroup])
+    else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for n in range(x.Dv // PIECE):
         r.o_rows[place, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
     plgpu.commit_smem()
@@ -550,5 +560,8 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, place) -> None:
             pl.when((count & size) != 0)(functools.partial(store, row + done, head, token + done, size))
             size //= 2
 
+    if x.config.o_turns:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(r.o_turn.at[_following(x, warpgroup)])
     if x.config.share_o and not x.late_q:
         _give_q_back(x, r, t._at)

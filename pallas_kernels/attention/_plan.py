@@ -44,6 +44,8 @@ class Config:
     """Steps whose keys and values may be on their way at once."""
     share_o: bool = False
     """The output leaves through q's memory, which saves shared memory; with one q the next waits for it."""
+    o_turns: bool = False
+    """Outputs leave through memory of one warpgroup, in turns; saves less than `share_o`, but q need not wait."""
     q_stages: int = 1
     """Tiles whose q may be there at once; with 2 tiles need not wait for their q."""
     pages_at_once: int = 1
@@ -69,6 +71,8 @@ class Config:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages must be 1 or 2, got {self.q_stages}")
+        if self.o_turns and (self.share_o or self.consumers == 1):
+            raise ValueError("o_turns=True is for several consumers without share_o; use False")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
         if not 0 <= self.slack <= 8:
@@ -77,8 +81,8 @@ class Config:
         if self.one_pass:
             if self.block_g not in (1, 2, 4, 8):
                 raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
-            if self.share_o:
-                raise ValueError("share_o=True is not for one_pass; use False")
+            if self.share_o or self.o_turns:
+                raise ValueError("share_o=True and o_turns=True are not for one_pass; use False")
         elif self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
             raise ValueError(
                 f"block_g must cut the tile's {rows} rows in parts of 8, 16, 32 or a multiple of 64, got {self.block_g}"
@@ -338,7 +342,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         for name, shape in shapes.items()
     }
     if not c.share_o:
-        out["o_rows"] = memory((c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
+        out["o_rows"] = memory((1 if c.o_turns else c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         span = 128 if c.block_kv % 64 == 0 else 32
         p_tile = _mosaic.swizzled(span, bytes_per_value=2)
@@ -361,6 +365,8 @@ def scratch(x: Plan) -> dict[str, Any]:
         out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
     if c.consumers > 1:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
+    if c.o_turns:
+        out["o_turn"] = plgpu.Barrier(num_barriers=c.consumers)
     return out
 
 

@@ -92,11 +92,12 @@ def test_edges_change_no_bit(rng):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
-def test_an_output_may_leave_while_the_next_tile_is_computed(rng):
-    """Through q's memory, of which there are two; bits as with one."""
-    args = make_inputs(rng, (200, 5), (260, 70), H=2, K=2, return_lse=True)
-    config = mosaic.Config(consumers=2, block_kv=64, share_o=True)
-    for a, b in zip(run(args, config), run(args, dataclasses.replace(config, q_stages=2)), strict=True):
+@pytest.mark.parametrize("options", [{"share_o": True, "q_stages": 2}, {"o_turns": True}], ids=["late", "turns"])
+def test_ways_of_the_output_change_no_bit(options, rng):
+    """Through q's memory while the next tile is computed, or through that of one warpgroup."""
+    args = make_inputs(rng, (130, 5), (150, 30), H=2, K=2, return_lse=True)
+    config = mosaic.Config(block_kv=64)
+    for a, b in zip(run(args, config), run(args, dataclasses.replace(config, **options)), strict=True):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
@@ -104,7 +105,8 @@ def test_an_output_may_leave_while_the_next_tile_is_computed(rng):
     ("options", "message"),
     [
         ({"block_g": 16, "one_pass": True}, "block_g must be 1, 2, 4 or 8 with one_pass, got 16"),
-        ({"share_o": True, "one_pass": True}, "share_o=True is not for one_pass; use False"),
+        ({"share_o": True, "one_pass": True}, "share_o=True and o_turns=True are not for one_pass; use False"),
+        ({"share_o": True, "o_turns": True}, "o_turns=True is for several consumers without share_o; use False"),
     ],
 )
 def test_a_config_that_is_always_wrong(options, message):
