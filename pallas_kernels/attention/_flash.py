@@ -29,10 +29,11 @@ from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _span
 from pallas_kernels.attention import _tiles as tiles_of
-from pallas_kernels.attention._parts import clean, normalised, split, stage_of
+from pallas_kernels.attention._parts import clean, closed, split, stage_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken", "turn", "o_turn")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments")
+OPTIONAL += ("p_tile", "taken", "turn", "o_turn")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -453,7 +454,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
-    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), o), mine)
+    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)), mine)
 
 
 def _following(x: Plan, warpgroup):
@@ -530,11 +531,12 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     """
     warpgroup = warpgroup + t.zero
     place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
-    o = normalised(x, r, t, warpgroup, *state)
+    state = closed(r, t, warpgroup, state)
     if x.config.o_turns:
         plgpu.barrier_wait(r.o_turn.at[warpgroup])
     else:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    (o,) = softmax.output(state)
     for n in range(x.Dv // PIECE):
         r.o_rows[place, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
     plgpu.commit_smem()

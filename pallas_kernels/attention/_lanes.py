@@ -65,7 +65,7 @@ def rescaled(o, alpha, interpreted: bool):
 
 
 def masked(s, bound, interpreted: bool, *, above: bool, within: range | None = None):
-    """s [rows, columns] with -inf in columns above, or below, the row's bound, int32 [rows].
+    """S [rows, columns] with -inf in columns above, or below, the row's bound, int32 [rows].
 
     Columns outside `within` must be inside every row's bound.
 

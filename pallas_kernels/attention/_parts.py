@@ -49,15 +49,13 @@ def clean(x: Plan, v, low, high) -> None:
     plgpu.commit_smem()
 
 
-def normalised(x: Plan, r: Any, t: Any, warpgroup, m, total, o):
-    """A warpgroup's output, float32 [ROWS, Dv], of sums [ROWS] and [ROWS, Dv] less `m`; its log-sum-exp is stored."""
-    del x
+def closed(r: Any, t: Any, warpgroup, state: softmax.State) -> softmax.State:
+    """A warpgroup's sums with its sinks among them; the log-sum-exp, which knows no sinks, is stored."""
+    m, total, _ = state
     if r.lse is not None:
         lse = jnp.where(total == 0, -jnp.inf, m * (1 / LOG2E) + jnp.log(total))
         _mosaic.store(r.lse.at[t.slot, t.chunk, warpgroup], lse)
-    state = m, total, (o,)
     if r.sinks is not None:
         sink = plgpu.load(r.sinks.at[t.chunk, warpgroup], layout=ROW, optimized=False)
         state = softmax.with_sink(state, sink)
-    (o,) = softmax.output(state)
-    return o
+    return state

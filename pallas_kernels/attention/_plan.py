@@ -83,7 +83,9 @@ class Config:
                 raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
             if self.share_o or self.o_turns:
                 raise ValueError("share_o=True and o_turns=True are not for one_pass; use False")
-        elif self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
+        elif (
+            self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8
+        ):
             raise ValueError(
                 f"block_g must cut the tile's {rows} rows in parts of 8, 16, 32 or a multiple of 64, got {self.block_g}"
             )

@@ -1,9 +1,9 @@
 """Prefill attention with a short causal window: a tile sees all its keys at once.
 
-A warpgroup has `part_q` consecutive tokens times `block_g` heads, row = token * block_g + head, and takes `span` keys, the
-last of which is that of its last token. So masks are the same in every tile, and touch but the first and last
-columns; products, softmax and output follow each other without a loop. Warpgroups do not wait for each other, which
-keeps the tensor core busy while others take their softmax.
+A warpgroup has `part_q` consecutive tokens times `block_g` heads, row = token * block_g + head, and takes `span` keys,
+the last of which is that of its last token. So masks are the same in every tile, and touch but the first and last
+columns; products, softmax and output follow each other without a loop. Warpgroups do not wait for each other, so that
+some may use the tensor core while others take their softmax.
 
 Keys and values of a tile lie in one block of `span_rows`, of which a warpgroup reads `span` rows from its first token
 on. TMA brings q, and takes o, as boxes of tokens by heads: one copy a tile and 64 columns.
@@ -21,7 +21,7 @@ from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
-from pallas_kernels.attention._parts import clean, normalised, split, stage_of
+from pallas_kernels.attention._parts import clean, closed, split, stage_of
 from pallas_kernels.attention._plan import CHUNK, PIECE, ROWS, WARPS, Plan
 
 f32, i32 = jnp.float32, jnp.int32
@@ -84,14 +84,15 @@ def fetch(x: Plan, r: Any, t: Any, tiles) -> None:
 
 
 def _places(x: Plan, r: Any, t: Any, first):
-    """Page and row of each chunk of a tile; of chunks outside the visible range the nearest one inside is read again."""
+    """Page and row of each chunk of a tile; of those outside the visible range the nearest one inside is read again."""
     if x.page is None:
         return ()
+    parts = x.page // CHUNK
     base = lax.shift_right_arithmetic(first, i32(CHUNK.bit_length() - 1))
     inside = split(t.low, CHUNK)[0], split(jnp.maximum(t.high - 1, 0), CHUNK)[0]
 
     def place(n):
-        page, part = split(jnp.clip(base + n, *inside), x.page // CHUNK)
+        page, part = split(jnp.clip(base + n, *inside), parts)
         return jnp.clip(r.page_table[t.request, page], 0, x.pool - 1), part * CHUNK
 
     return tuple(place(n) for n in range(x.copies))
@@ -186,7 +187,7 @@ def attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     plgpu.barrier_wait(r.v_bar.at[at])
     o = _product(x, r, warpgroup, p, r.v_tile.at[at, :, keys])
     plgpu.barrier_arrive(r.v_free.at[at])
-    _finish(x, r, t, warpgroup, normalised(x, r, t, warpgroup, m, total, o))
+    _finish(x, r, t, warpgroup, closed(r, t, warpgroup, (m, total, (o,))))
 
 
 def _masked(x: Plan, t: Any, warpgroup, s):
@@ -223,10 +224,11 @@ def _product(x: Plan, r: Any, warpgroup, p, v):
     return pl.run_scoped(product, _mosaic.ACC((ROWS, x.Dv), f32))
 
 
-def _finish(x: Plan, r: Any, t: Any, warpgroup, o) -> None:
+def _finish(x: Plan, r: Any, t: Any, warpgroup, state: softmax.State) -> None:
     """Store the rows of the tile's tokens; what follows them belongs to the next request."""
     block_g, part_q = x.config.block_g, x.part_q
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    (o,) = softmax.output(state)
     for n in range(x.Dv // PIECE):
         r.o_tile[warpgroup, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
     plgpu.commit_smem()

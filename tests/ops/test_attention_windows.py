@@ -1,4 +1,4 @@
-"""Tiles of prefill attention that take a short window in one pass, blocks of other sizes, masks by edges: all are right.
+"""Tiles of prefill attention: short windows in one pass, blocks of other sizes, masks by edges, ways of the output.
 
 Interpreted where there is no GPU, as tests/ops/test_attention.py.
 """
@@ -14,13 +14,14 @@ import pytest
 
 from jaxattn import attention, paged_attention
 from jaxattn.ops import _paged_attention_cases as paged_cases
-from jaxattn.ops.paged_attention import MECHANISM as PAGED
 from jaxattn.ops._attention_cases import make_inputs
 from jaxattn.ops.attention import MECHANISM
+from jaxattn.ops.paged_attention import MECHANISM as PAGED
 from pallas_kernels import _mosaic
 from pallas_kernels import attention as mosaic
 from pallas_kernels.paged_attention import prefill
 from parity import cases, execution, triangle
+
 
 def run(args, config):
     """Outputs as numpy arrays."""
@@ -121,8 +122,8 @@ def test_a_config_that_is_always_wrong(options, message):
         (
             {"one_pass": True, "block_g": 4},
             200,
-            "one_pass takes 192 keys of a warpgroup, 256 of a tile and values of 128 with 2 consumers, got 224, 240 and "
-            "64; use a larger block_g",
+            "one_pass takes 192 keys of a warpgroup, 256 of a tile and values of 128 with 2 consumers, got 224, 240 "
+            "and 64; use a larger block_g",
         ),
         ({"block_kv": 80}, 128, "block_kv=80 needs edge_masks=True: else its masks spill registers"),
     ],
