@@ -27,10 +27,13 @@ from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
 from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
+from pallas_kernels.attention import _span
 from pallas_kernels.attention import _tiles as tiles_of
+from pallas_kernels.attention._parts import clean, closed, split, stage_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
-OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments", "p_tile", "taken")
+OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments")
+OPTIONAL += ("p_tile", "taken", "turn", "o_turn")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -46,13 +49,15 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
     if x.dynamic:
         inputs = tiles_of.unmapped(inputs) | {"taken": jax.new_ref(jnp.zeros(1, i32))}
+    if x.config.one_pass:
+        inputs = _span.padded(x, inputs)
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
 
     def body(*refs, **memory):
         given = dict(zip((*inputs, *outputs), refs, strict=True))
-        for name in ("q", "k", "v"):
+        for name in [name for name in ("q", "k", "v", "o") if name in memory]:
             ref = memory.pop(name)
             memory[f"{name}_rows"], memory[f"{name}_tile"] = (ref, ref) if x.interpreted else ref
         memory.setdefault("o_rows", memory["q_rows"])
@@ -80,7 +85,8 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
 
 def sink_rows(x: Plan, sinks):
     """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, consumers, ROWS]."""
-    head = jnp.arange(ROWS * x.config.consumers) // x.block_q
+    row = jnp.arange(ROWS * x.config.consumers)
+    head = row % x.config.block_g if x.config.one_pass else row // x.block_q
     sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
     return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.consumers, ROWS)
 
@@ -93,16 +99,10 @@ def _lse(x: Plan, rows, query_start):
     b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
     first = start[b]
     slot = first // x.block_q + b + (token - first) // x.block_q
-    row = (head % x.config.block_g) * x.block_q + (token - first) % x.block_q
+    inside, row = head % x.config.block_g, (token - first) % x.block_q
+    row = row * x.config.block_g + inside if x.config.one_pass else inside * x.block_q + row
     lse = rows.reshape(x.slots, x.chunks, -1)[slot, head // x.config.block_g, row]
     return jnp.where(b < x.B, lse, -jnp.inf)
-
-
-def _split(n, parts: int):
-    """Quotient and remainder of a number that is not negative."""
-    if parts & (parts - 1):
-        return lax.div(n, i32(parts)), lax.rem(n, i32(parts))
-    return lax.shift_right_logical(n, i32(parts.bit_length() - 1)), n & (parts - 1)
 
 
 # ---------------------------------------------------------------- device code
@@ -131,18 +131,19 @@ def _block(x: Plan, r: Any) -> None:
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
         if x.interpreted:
-            _drain(x, r, tiles, steps)
+            (_span.drain if x.config.one_pass else _drain)(x, r, tiles, steps)
 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(computing, action="increase")
-        if consumers > 1:
-            pl.when(warpgroup == consumers - 1)(lambda: plgpu.barrier_arrive(r.turn.at[0]))
+        turns = [turn for turn in (r.turn, r.o_turn) if turn is not None]
+        for turn in turns:
+            pl.when(warpgroup == consumers - 1)(lambda turn=turn: plgpu.barrier_arrive(turn.at[0]))
         consume = functools.partial(_consume, x, r, warpgroup)
         lax.while_loop(lambda at: at >= 0, consume, i32(0))
         plgpu.wait_smem_to_gmem(0)
-        if consumers > 1 and x.interpreted:
-            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(r.turn.at[0]))
+        for turn in turns if x.interpreted else ():
+            pl.when(warpgroup == 0)(lambda turn=turn: plgpu.barrier_wait(turn.at[0]))
 
 
 # ---------------------------------------------------------------- producer
@@ -162,6 +163,9 @@ def _produce(x: Plan, r: Any, number, counts):
         r.tile[at, len(tiles_of.FIELDS) - 1] = steps
         plgpu.barrier_arrive(r.told.at[at])
         t: Any = tiles_of.Told(r.tile, at)
+        if x.config.one_pass:
+            _span.fetch(x, r, t, tiles)
+            return tiles + 1, t.steps + 1
         _fetch(x, r, t, tiles)
         return tiles + 1, t.steps + t.blocks
 
@@ -171,18 +175,14 @@ def _produce(x: Plan, r: Any, number, counts):
 def _drain(x: Plan, r: Any, tiles, steps) -> None:
     """See every barrier that is left complete: the interpreter insists."""
     for n in range(x.config.q_stages):
-        pl.when(n < tiles)(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
+        kept = x.late_q and ((tiles - 1) & 1) == n  # no tile followed that would have given it back
+        pl.when((n < tiles) & jnp.logical_not(kept))(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
     for n in range(x.config.num_stages):
 
         @pl.when(n < steps)
         def _(n=n):
             plgpu.barrier_wait(r.k_free.at[n])
             plgpu.barrier_wait(r.v_free.at[n])
-
-
-def _stage(x: Plan, tiles):
-    """Where q of a tile lies, counted or as it was told of."""
-    return tiles & (x.config.q_stages - 1)
 
 
 def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
@@ -218,13 +218,13 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
 
         @pl.loop(0, x.copies * ring.shape[0])
         def _(n):
-            copy, piece = _split(n, ring.shape[0])
+            copy, piece = split(n, ring.shape[0])
             if x.page is None:
                 place = (pl.ds(t.origin + start, block_kv),)
             else:
                 offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
                 place = r.numbers[i & 1, copy], pl.ds(offset, size)
-            kv_head, _ = _split(t.chunk, x.chunks // x.K)
+            kv_head, _ = split(t.chunk, x.chunks // x.K)
             part = source.at[*place, kv_head, pl.ds(piece * PIECE, PIECE)]
             rows = pl.ds(pl.multiple_of(copy * size, size), size)
             plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
@@ -232,7 +232,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     def fetch_pages(source, ring, full, i, start, size):
         assert x.page is not None
         offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
-        kv_head = _split(t.chunk, x.chunks // x.K)[0]
+        kv_head = split(t.chunk, x.chunks // x.K)[0]
         count = x.config.pages_at_once
 
         @pl.loop(0, x.copies // count)
@@ -247,7 +247,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     def fetch_by_warps(source, ring, full, i, start, size):
         assert x.page is not None
         offset = lax.rem(start, i32(x.page)) if block_kv < x.page else 0
-        kv_head = _split(t.chunk, x.chunks // x.K)[0]
+        kv_head = split(t.chunk, x.chunks // x.K)[0]
 
         numbers = [r.numbers[i & 1, n] for n in range(x.copies)]  # warps read no memory
 
@@ -266,7 +266,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     def free(barrier, i):
         """The ring's place for step i, when it may be overwritten."""
         step = t.steps + i
-        _, at = _split(step, num_stages)
+        _, at = split(step, num_stages)
         pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(barrier.at[at]))
         return at
 
@@ -287,7 +287,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
         def _():
             fetch(r.v, r.v_rows.at[at], r.raw_bar, i)
             plgpu.barrier_wait(r.raw_bar)
-            _clean(x, r.v_tile.at[at], t.low - start, t.high - start)
+            clean(x, r.v_tile.at[at], t.low - start, t.high - start)
 
             @pl.loop(0, x.copies * (x.Dv // PIECE))
             def _(_):
@@ -307,33 +307,11 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     remember(i32(0), pages(i32(0)))
     second = pages(i32(1))
     keys(i32(0))
-    stage = _stage(x, tiles)
+    stage = stage_of(x, tiles)
     pl.when(tiles >= x.config.q_stages)(lambda: plgpu.barrier_wait(r.q_free.at[stage]))
     _fetch_q(x, r, t, stage * x.config.consumers)
     lax.fori_loop(1, t.blocks, step, second)
     values(t.blocks - 1)
-
-
-def _clean(x: Plan, v, low, high) -> None:
-    """Make rows outside [low, high), which no query of the request sees, zero: they may be NaN, and NaN times 0 is NaN.
-
-    A few rows at a time: this warpgroup has few registers.
-    """
-    layout, rows = _mosaic.strips(x.dtype, 128), 32
-
-    @pl.loop(0, x.config.block_kv // rows)
-    def _(n):
-        first = pl.multiple_of(n * rows, rows)
-
-        @pl.when((first < low) | (first + rows > high))
-        def _():
-            row = first + plgpu.broadcasted_iota(i32, (rows, PIECE), 0, layout=layout)
-            for piece in range(x.Dv // PIECE):
-                part = v.at[piece, pl.ds(first, rows)]
-                value = plgpu.load(part, layout=layout)
-                part[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
-
-    plgpu.commit_smem()
 
 
 def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
@@ -341,8 +319,8 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
 
     @pl.loop(0, x.config.consumers * parts * pieces)
     def _(n):
-        place, piece = _split(n, pieces)
-        consumer, part = _split(place, parts)
+        place, piece = split(n, pieces)
+        consumer, part = split(place, parts)
         row = pl.multiple_of(part * x.piece_q, x.piece_q)
         token = consumer * ROWS + row
         head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
@@ -362,7 +340,7 @@ def _consume(x: Plan, r: Any, warpgroup, at):
     t: Any = tiles_of.Told(r.tile, at)
 
     def tile():
-        _attend(x, r, t, warpgroup, _stage(x, at) * x.config.consumers)
+        (_span.attend if x.config.one_pass else _attend)(x, r, t, warpgroup, stage_of(x, at) * x.config.consumers)
         return (at + 1) & (TOLD - 1)
 
     return lax.cond(t.blocks > 0, tile, lambda: i32(-1))
@@ -371,7 +349,7 @@ def _consume(x: Plan, r: Any, warpgroup, at):
 def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     c = x.config
     mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
-    _, first = _split(t.steps, c.num_stages)
+    _, first = split(t.steps, c.num_stages)
     sharp = (x.scale if x.softcap is None else x.softcap) * LOG2E
     # ptxas moves the wait for P V up to the scores; it stays behind the softmax if a loop stands before it, that of a
     # wait for the values which the next step needs (with one stage they come only when P V is done)
@@ -386,8 +364,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
 
     def pass_turn():
         if c.consumers > 1:
-            following = warpgroup + 1
-            plgpu.barrier_arrive(r.turn.at[jnp.where(following == c.consumers, 0, following)])
+            plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
 
     def is_plain(start):
         return (start >= t.plain_low) & (start <= t.plain_high)
@@ -398,7 +375,10 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
+        if c.edge_masks:
+            s = _masked(x, t, warpgroup, start, s)
+        else:
+            s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
@@ -460,18 +440,33 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
     start = t.start
-    s, m_new = maxima(scores(first), m, start, is_plain(start))
+    s = scores(first)
+    if x.late_q:
+        pl.when(t.steps > 0)(lambda: _give_q_back(x, r, t._at - 1))
+    s, m_new = maxima(s, m, start, is_plain(start))
     total, p = weights(s, m, m_new, total)
     m = m_new
     values_there(first, early=True)
     # a loop over `start`, whose end is read from shared memory: every register counts
     m, total, o, p, last, _ = lax.while_loop(lambda state: state[5] > t.end, step, (m, total, o, p, first, start))
     if not c.share_o:
-        plgpu.barrier_arrive(r.q_free.at[_stage(x, t._at)])
+        plgpu.barrier_arrive(r.q_free.at[stage_of(x, t._at)])
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
     plgpu.barrier_arrive(r.v_free.at[last])
-    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)))
+    _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)), mine)
+
+
+def _following(x: Plan, warpgroup):
+    """The warpgroup whose turn is next."""
+    following = warpgroup + 1
+    return jnp.where(following == x.config.consumers, 0, following)
+
+
+def _give_q_back(x: Plan, r: Any, tile) -> None:
+    """The next q may come where the output of a tile, counted or as it was told of, has left shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(r.q_free.at[stage_of(x, tile)])
 
 
 def _visible(x: Plan, t: Any, warpgroup, start):
@@ -487,6 +482,29 @@ def _visible(x: Plan, t: Any, warpgroup, start):
         if not x.causal:
             visible &= key < query + x.window
     return visible
+
+
+def _masked(x: Plan, t: Any, warpgroup, start, s):
+    """Scores of the block from key `start` on, -inf where `_visible` says no; most masked blocks have one edge."""
+
+    def query(ahead):
+        row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
+        token = lax.rem(row, i32(x.block_q)) if x.block_q < ROWS else row
+        return token + (t.position + lax.rem(warpgroup * ROWS, i32(x.block_q)) - start + ahead)
+
+    def last():
+        if x.causal:
+            return query(0)
+        end = plgpu.layout_cast(jnp.broadcast_to(t.length - 1 - start, (ROWS,)), ROW)
+        return end if x.window is None else jnp.minimum(query(x.window - 1), end)
+
+    def edge(plain, bound, *, above):
+        return lax.cond(plain, lambda s: s, lambda s: lanes.masked(s, bound(), x.interpreted, above=above), s)
+
+    if x.window is not None:
+        window = x.window
+        s = edge(start >= t.plain_low, lambda: query(1 - window), above=False)
+    return edge(start <= t.plain_high, last, above=True)
 
 
 def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
@@ -506,27 +524,28 @@ def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
     return o + pl.run_scoped(fresh, _mosaic.ACC(o.shape, f32))
 
 
-def _finish(x: Plan, r: Any, t: Any, warpgroup, state) -> None:
-    """Log-sum-exp, sink, division, and the rows of the tile's tokens; what follows them belongs to the next request."""
-    m, total, _ = state
+def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
+    """Log-sum-exp, sink, division, and the rows of the tile's tokens; what follows them belongs to the next request.
+
+    With `share_o` the output leaves through q's memory, at `mine`.
+    """
     warpgroup = warpgroup + t.zero
-    if r.lse is not None:
-        lse = jnp.where(total == 0, -jnp.inf, m * (1 / LOG2E) + jnp.log(total))
-        _mosaic.store(r.lse.at[t.slot, t.chunk, warpgroup], lse)
-    if r.sinks is not None:
-        sink = plgpu.load(r.sinks.at[t.chunk, warpgroup], layout=ROW, optimized=False)
-        state = softmax.with_sink(state, sink)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
+    state = closed(r, t, warpgroup, state)
+    if x.config.o_turns:
+        plgpu.barrier_wait(r.o_turn.at[warpgroup])
+    else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     (o,) = softmax.output(state)
     for n in range(x.Dv // PIECE):
-        r.o_rows[warpgroup, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
+        r.o_rows[place, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
     plgpu.commit_smem()
 
     def store(row, head, token, size):
         @pl.loop(0, x.Dv // PIECE)
         def _(n):
             target = r.o.at[pl.ds(t.token0 + token, size), head, pl.ds(n * PIECE, PIECE)]
-            plgpu.copy_smem_to_gmem(r.o_rows.at[warpgroup, n, pl.ds(row, size)], target)
+            plgpu.copy_smem_to_gmem(r.o_rows.at[place, n, pl.ds(row, size)], target)
 
     @pl.loop(0, ROWS // x.piece_q)
     def _(n):
@@ -543,6 +562,8 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state) -> None:
             pl.when((count & size) != 0)(functools.partial(store, row + done, head, token + done, size))
             size //= 2
 
-    if x.config.share_o:
+    if x.config.o_turns:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(r.q_free.at[0])
+        plgpu.barrier_arrive(r.o_turn.at[_following(x, warpgroup)])
+    if x.config.share_o and not x.late_q:
+        _give_q_back(x, r, t._at)

@@ -62,3 +62,47 @@ def rescaled(o, alpha, interpreted: bool):
     kind = plgpu.ShapeDtypeStruct(o.shape, jnp.float32, layout=ACC)
     inline: Any = plgpu.inline_mgpu(arg_types=(ACC, ACC.reduce(1)), return_type=kind)
     return inline(rescale)(o, alpha)
+
+
+def masked(s, bound, interpreted: bool, *, above: bool, within: range | None = None):
+    """S [rows, columns] with -inf in columns above, or below, the row's bound, int32 [rows].
+
+    Columns outside `within` must be inside every row's bound.
+
+    Columns are constants of the instructions: numbers of columns in registers, and their sums with the first key, are
+    what an array of keys would cost.
+    """
+    if interpreted:
+        column, bound = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC), across(bound, s)
+        return jnp.where(column <= bound if above else column >= bound, s, -jnp.inf)
+
+    def mask(context, s, bound):
+        del context
+        gpu, i32 = _mosaic.gpu, ir.IntegerType.get_signless(32)
+        lane = arith.remui(_mosaic.gpu_utils.thread_idx(), gpu.c(4, i32))
+        first = arith.muli(lane, gpu.c(2, i32))
+        seen = arith.CmpIPredicate.sge if above else arith.CmpIPredicate.sle
+        of_row = bound.broadcast_in_dim((s.shape[0], LANE), (0,), s.layout).registers.flat
+        bounds = [arith.subi(vector.extract(x, dynamic_position=[], static_position=[0]), first) for x in of_row]
+        parts = []
+        for n in range(0, s.shape[1], LANE):
+            part = s[:, n : n + LANE]
+            registers = part.registers.copy()
+            inside = within is not None and (n >= within.stop or n + LANE <= within.start)
+            for at, limit in enumerate(() if inside else bounds):
+                out = registers.flat[at]
+                for j in range(2):
+                    value = vector.extract(out, dynamic_position=[], static_position=[j])
+                    kept = arith.cmpi(seen, limit, gpu.c(n + j, i32))
+                    value = arith.select(kept, value, gpu.c(float("-inf"), value.type))
+                    out = vector.insert(value, out, dynamic_position=[], static_position=[j])
+                registers.flat[at] = out
+            parts.append(registers)
+        registers = s.registers.copy()
+        for n, part in enumerate(parts):
+            registers[:, n : n + 1] = part
+        return gpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    kind = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=ACC)
+    inline: Any = plgpu.inline_mgpu(arg_types=(ACC, ACC.reduce(1)), return_type=kind)
+    return inline(mask)(s, bound)

@@ -14,12 +14,15 @@ ROWS = 64
 PIECE = 64
 """Columns of a 128-byte span of 16-bit values."""
 BLOCKS = (64, 128, 192)
+"""Keys per step that are worth trying everywhere."""
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 192, 256)
 L2_BYTES = 32 << 20
 """Keys and values that tiles running at the same time may spread over, to find them in the 50 MB of L2."""
 TOLD = 4
 """Tiles that the producer may tell of before the first is forgotten."""
+CHUNK = 16
+"""Rows of a page that a tile of one pass copies together."""
 WARPS = 4
 """Warps of a warpgroup."""
 FAR = 2**30
@@ -36,19 +39,25 @@ class Config:
     block_g: int = 1
     """Query heads of a tile."""
     block_kv: int = 128
-    """Keys per step."""
+    """Keys per step, a multiple of 16."""
     num_stages: int = 2
     """Steps whose keys and values may be on their way at once."""
     share_o: bool = False
-    """The output leaves through q's memory, so that the next q waits for it; saves shared memory."""
+    """The output leaves through q's memory, which saves shared memory; with one q the next waits for it."""
+    o_turns: bool = False
+    """Outputs leave through memory of one warpgroup, in turns; saves less than `share_o`, but q need not wait."""
     q_stages: int = 1
-    """Tiles whose q may be there at once; with 2 short tiles need not wait for their q."""
+    """Tiles whose q may be there at once; with 2 tiles need not wait for their q."""
     pages_at_once: int = 1
     """Pages whose copies the producer issues in a row, without a loop: their numbers are looked up together."""
     by_warps: bool = False
     """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
+    one_pass: bool = False
+    """Causal windows that fit one block: no loop over keys, see `_span`; `block_kv` means nothing then."""
+    edge_masks: bool = False
+    """Each end of the visible range is masked by itself, by comparing columns with a row's first or last."""
     slack: int = 8
     """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
     running maximum."""
@@ -56,18 +65,27 @@ class Config:
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
             raise ValueError(f"consumers must be 1, 2 or 3, got {self.consumers}")
-        if self.block_kv not in BLOCKS:
-            raise ValueError(f"block_kv must be {_mosaic.either(BLOCKS)}, got {self.block_kv}")
+        if self.block_kv not in range(64, 193, 16):
+            raise ValueError(f"block_kv must be a multiple of 16 from 64 to 192, got {self.block_kv}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
-        if self.q_stages not in (1, 2) or (self.q_stages == 2 and self.share_o):
-            raise ValueError(f"q_stages must be 1, or 2 without share_o, got {self.q_stages}")
+        if self.q_stages not in (1, 2):
+            raise ValueError(f"q_stages must be 1 or 2, got {self.q_stages}")
+        if self.o_turns and (self.share_o or self.consumers == 1):
+            raise ValueError("o_turns=True is for several consumers without share_o; use False")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
         if not 0 <= self.slack <= 8:
             raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
         rows = ROWS * self.consumers
-        if self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8:
+        if self.one_pass:
+            if self.block_g not in (1, 2, 4, 8):
+                raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
+            if self.share_o or self.o_turns:
+                raise ValueError("share_o=True and o_turns=True are not for one_pass; use False")
+        elif (
+            self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8
+        ):
             raise ValueError(
                 f"block_g must cut the tile's {rows} rows in parts of 8, 16, 32 or a multiple of 64, got {self.block_g}"
             )
@@ -115,6 +133,26 @@ class Plan:
         return min(ROWS, self.block_q)
 
     @property
+    def part_q(self) -> int:
+        """Tokens of a warpgroup of a tile of one pass."""
+        return ROWS // self.config.block_g
+
+    @property
+    def span(self) -> int:
+        """Keys that a warpgroup takes in one pass: the last is that of its last token."""
+        return 0 if self.window is None else -(-(self.window - 1 + self.part_q) // CHUNK) * CHUNK
+
+    @property
+    def span_rows(self) -> int:
+        """Keys of a tile of one pass, whole chunks: a warpgroup's begin `part_q` behind those of the one before."""
+        return self.span + -(-(self.config.consumers - 1) * self.part_q // CHUNK) * CHUNK
+
+    @property
+    def lead(self) -> int:
+        """Rows in front of a tile's keys, for those of a page that it begins with."""
+        return CHUNK if self.page else 0
+
+    @property
     def chunks(self) -> int:
         """Groups of heads that make a tile."""
         return self.H // self.config.block_g
@@ -139,6 +177,8 @@ class Plan:
     @property
     def copies(self) -> int:
         """TMA copies of a block of keys."""
+        if self.config.one_pass:  # keys may begin anywhere in a chunk
+            return self.span_rows // CHUNK + 1 if self.page else 1
         return max(1, self.config.block_kv // self.page) if self.page else 1
 
     @property
@@ -149,7 +189,13 @@ class Plan:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer and of a consumer; which ptxas gets by on without spills is chance."""
-        return {1: (40, 240), 2: (56, 224), 3: (32, 160)}[self.config.consumers]
+        wide = self.Dv > 64 and self.config.block_kv > 128
+        return {1: (40, 240), 2: (40, 232) if wide else (56, 224), 3: (32, 160)}[self.config.consumers]
+
+    @property
+    def late_q(self) -> bool:
+        """A tile's output leaves q's memory while the next tile is computed, from another q."""
+        return self.config.share_o and self.config.q_stages > 1
 
     @property
     def by_warps(self) -> bool:
@@ -170,18 +216,43 @@ def illegal(x: Plan) -> str | None:
     c = x.config
     if (x.H // x.K) % c.block_g:
         return f"block_g must divide the {x.H // x.K} query heads of a KV head, got {c.block_g}"
+    if c.one_pass:
+        return _illegal_pass(x) or _too_large(x)
+    if x.page and max(x.page, c.block_kv) % min(x.page, c.block_kv):
+        return f"block_kv must divide the page or be a multiple of it, got {c.block_kv} and {x.page}"
     if x.copies % c.pages_at_once:
         return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
+    if c.block_kv % 64 and not c.edge_masks:
+        return f"block_kv={c.block_kv} needs edge_masks=True: else its masks spill registers"
     if c.by_warps and x.copies % WARPS:
         return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
     if c.share_o and x.Dv > x.D:
         return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
-    most = 64 if x.Dv == 256 else 128 if x.Dv > 64 else 192
+    wide = 176 if x.D == x.Dv == 128 and c.edge_masks else 128
+    most = 64 if x.Dv == 256 else wide if x.Dv > 64 else 192
     if c.block_kv > most or (c.consumers == 3 and (x.Dv > 64 or c.block_kv > 128)):
         return f"block_kv={c.block_kv} with {c.consumers} consumers does not fit the registers for values of {x.Dv}"
+    return _too_large(x)
+
+
+def _too_large(x: Plan) -> str | None:
     if (used := smem_bytes(x)) > _mosaic.SMEM_BYTES:
-        given = f"block_kv={c.block_kv}, num_stages={c.num_stages}"
+        given = f"block_kv={x.config.block_kv}, num_stages={x.config.num_stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
+    return None
+
+
+def _illegal_pass(x: Plan) -> str | None:
+    if x.window is None or not x.causal or x.softcap is not None:
+        return "one_pass needs a causal window and no soft cap"
+    if x.page is not None and not x.config.by_warps:
+        return "one_pass over pages needs by_warps=True"
+    keys, values = (144, 64) if x.config.consumers == 3 else (192, 128)
+    if x.span > keys or x.Dv > values or x.span_rows > 256:
+        return (
+            f"one_pass takes {keys} keys of a warpgroup, 256 of a tile and values of {values} with "
+            f"{x.config.consumers} consumers, got {x.span}, {x.span_rows} and {x.Dv}; use a larger block_g"
+        )
     return None
 
 
@@ -256,6 +327,8 @@ def scratch(x: Plan) -> dict[str, Any]:
     twice: `_rows` for TMA and `_tile` for wgmma.
     """
     c = x.config
+    if c.one_pass:
+        return _scratch_of_pass(x)
     shapes = {
         "q": (c.q_stages * c.consumers, x.D // PIECE, ROWS, PIECE),
         "k": (c.num_stages, x.D // PIECE, c.block_kv, PIECE),
@@ -271,9 +344,11 @@ def scratch(x: Plan) -> dict[str, Any]:
         for name, shape in shapes.items()
     }
     if not c.share_o:
-        out["o_rows"] = memory((c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
+        out["o_rows"] = memory((1 if c.o_turns else c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
-        out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), tile)
+        span = 128 if c.block_kv % 64 == 0 else 32
+        p_tile = _mosaic.swizzled(span, bytes_per_value=2)
+        out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), p_tile)
     released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
     out |= {
         "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
@@ -292,11 +367,54 @@ def scratch(x: Plan) -> dict[str, Any]:
         out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
     if c.consumers > 1:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
+    if c.o_turns:
+        out["o_turn"] = plgpu.Barrier(num_barriers=c.consumers)
+    return out
+
+
+def _scratch_of_pass(x: Plan) -> dict[str, Any]:
+    """That of tiles of one pass: rows of q and o are token by token, each with its heads, so that TMA takes all."""
+    c = x.config
+    rows, tile = (_mosaic.swizzled(128, bytes_per_value=2, rows=n) for n in (1, 8))
+
+    def memory(shape, as_rows):
+        as_tile = plgpu.SMEM(shape, x.dtype, transforms=tile)
+        return as_tile if x.interpreted else plgpu.RefUnion(plgpu.SMEM(as_rows, x.dtype, transforms=rows), as_tile)
+
+    def keys(D):
+        shape = c.num_stages, D // PIECE, x.span_rows + 2 * x.lead, PIECE
+        return memory(shape, shape)
+
+    q, o = (c.q_stages, x.D // PIECE), (c.consumers, x.Dv // PIECE)
+    arrivals = x.copies * (x.D // PIECE), x.copies * (x.Dv // PIECE)
+    released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
+    out: dict[str, Any] = {
+        "q": memory((*q, ROWS * c.consumers, PIECE), (*q, x.block_q, c.block_g, PIECE)),
+        "o": memory((*o, ROWS, PIECE), (*o, x.part_q, c.block_g, PIECE)),
+        "k": keys(x.D),
+        "v": keys(x.Dv),
+        "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
+        "told": plgpu.Barrier(num_barriers=TOLD),
+        "q_bar": plgpu.Barrier(
+            num_arrivals=x.D // PIECE * (x.block_q if x.interpreted else 1), num_barriers=c.q_stages
+        ),
+        "q_free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.q_stages),
+        "k_bar": plgpu.Barrier(num_arrivals=arrivals[0], num_barriers=c.num_stages),
+        "v_bar": plgpu.Barrier(num_arrivals=arrivals[1], num_barriers=c.num_stages),
+        "raw_bar": plgpu.Barrier(num_arrivals=arrivals[1]),
+        "k_free": released,
+        "v_free": released,
+    }
+    if x.interpreted:
+        p_tile = _mosaic.swizzled(32, bytes_per_value=2)
+        out["p_tile"] = plgpu.SMEM((c.consumers, ROWS, x.span), x.dtype, transforms=p_tile)
+    if c.dynamic:
+        out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
     return out
 
 
 def smem_bytes(x: Plan) -> int:
     """Shared memory of a thread block on the device."""
-    plain = scratch(dataclasses.replace(x, interpreted=True))
+    plain = scratch(dataclasses.replace(x, interpreted=True))  # without unions
     del plain["p_tile"]
     return _mosaic.smem_bytes(plain.values())

@@ -288,7 +288,7 @@ SHAPES = dict(MECHANISM.support)["bfloat16, D 128"]
     ("options", "message"),
     [
         ({"consumers": 4}, "consumers must be 1, 2 or 3, got 4"),
-        ({"block_kv": 96}, "block_kv must be 64, 128 or 192, got 96"),
+        ({"block_kv": 72}, "block_kv must be a multiple of 16 from 64 to 192, got 72"),
         ({"num_stages": 0}, "num_stages must lie between 1 and 8, got 0"),
         (
             {"block_g": 3},

@@ -80,8 +80,7 @@ def test_a_second_q_changes_no_bit(rng, few_sms):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"q_stages": 3}, "q_stages must be 1, or 2 without share_o, got 3"),
-        ({"q_stages": 2, "share_o": True}, "q_stages must be 1, or 2 without share_o, got 2"),
+        ({"q_stages": 3}, "q_stages must be 1 or 2, got 3"),
         ({"slack": 9}, "slack must lie between 0 and 8, got 9"),
         ({"pages_at_once": 3}, "pages_at_once must be 1, 2 or 4, got 3"),
     ],
