@@ -87,7 +87,7 @@ class Config:
         if self.tokens != 64 * self.warpgroups or self.warpgroups > 2 or self.block != 8:
             given = f"tokens={self.tokens}, warpgroups={self.warpgroups} and block={self.block}"
             raise ValueError(f"codes needs 64 rows for each of 1 or 2 warpgroups in blocks of 8, got {given}")
-        for name, known in {"inputs": 128, "eight": False, "overlap": 1, "together": False}.items():
+        for name, known in {"eight": False, "overlap": 1, "together": False}.items():
             if getattr(self, name) != known:
                 raise ValueError(f"codes needs {name}={known}, got {getattr(self, name)}")
 
@@ -156,9 +156,12 @@ def configs(*, x, w13, ids, format, act_group, **more) -> Iterator[Config]:
     yield dataclasses.replace(default, fused=False)
     mean = x.shape[0] * ids.shape[1] / w13.shape[0]
     fits = x.shape[1] % 256 == 0 and w13.shape[1] % 256 == 0 and more.get("ue8m0", True)
-    if _eights(format=format, act_group=act_group) and fits and x.shape[0] > FEW_TOKENS:
-        for warpgroups, even in itertools.product((1, 2), (False, True)):
-            yield Config(codes=True, tokens=64 * warpgroups, warpgroups=warpgroups, stages=3, even=even)
+    if _eights(format=format, act_group=act_group) and fits:
+        for warpgroups, even in itertools.product((1, 2) if mean > LIGHT else (1,), (False, True)):
+            how = {"tokens": 64 * warpgroups, "warpgroups": warpgroups, "even": even}
+            yield Config(codes=True, stages=3, **how)
+            if w13.shape[1] % 512 == 0:
+                yield Config(codes=True, stages=2, inputs=256, **how)
     for eight in (False, True) if _eights(format=format, act_group=act_group) else (False,):
         most = MOST_EIGHT if eight else MOST
         best = min(best_rows(mean), most)

@@ -26,7 +26,7 @@ ir, arith, llvm, vector, utils = _inline.ir, _inline.arith, _inline.llvm, _inlin
 BLOCK, GROUP = 128, 32
 """Inputs, and features, that have one scale in the products; inputs that have one in the weight."""
 RAW = 3
-"""Steps of undecoded weights in flight."""
+"""Fetches of undecoded weights in flight."""
 LIFT = 6
 """Of a block's largest power: 6 * 2^6 is the largest E2M1 that E4M3 holds."""
 EXACT = 14
@@ -46,19 +46,20 @@ def table() -> jax.Array:
     return jnp.asarray(np.ascontiguousarray(codes).view("<i4"))
 
 
-def scratch(features: int, stages: int) -> dict[str, Any]:
-    """What a thread block needs besides: undecoded weights, and the largest powers on their way."""
+def scratch(features: int, stages: int, parts: int) -> dict[str, Any]:
+    """What a thread block needs besides: undecoded weights of `parts` blocks, and the largest powers on their way."""
+    span = parts * BLOCK // 2
     return {
-        "raw_ring": plgpu.SMEM((RAW, features, BLOCK // 2), jnp.uint8, transforms=_inline.span(BLOCK // 2)),
+        "raw_ring": plgpu.SMEM((RAW, features, span), jnp.uint8, transforms=_inline.span(span)),
         "raw_full": plgpu.Barrier(num_arrivals=2, num_barriers=RAW),
         "tops_ring": plgpu.SMEM((2, 2, 4), i32),
         "power_ring": plgpu.SMEM((stages, 2), jnp.float32),
     }
 
 
-def smem_bytes(features: int, stages: int) -> int:
+def smem_bytes(features: int, stages: int, parts: int) -> int:
     """Of `scratch`."""
-    return RAW * features * (BLOCK // 2) + 64 + 8 * stages + 1024
+    return RAW * features * parts * (BLOCK // 2) + 64 + 8 * stages + 2048
 
 
 # ---------------------------------------------------------------- the warpgroup that loads
@@ -72,17 +73,20 @@ def load(x: Any, r: Any, place: Any, count: Any) -> None:
         count: turns.
     """
     c, total = x.config, count * x.steps
+    parts = 2 if c.whole else 1
+    fetches = lax.div(total, i32(parts))
 
     def where(at):
         turn = lax.div(at, i32(x.steps))
         tile, across, first = place(turn)
         return tile, across, at - first
 
-    def fetch(at):
-        tile, across, k = where(at)
-        slot = lax.rem(at, i32(RAW))
+    def fetch(number):
+        tile, across, k = where(number * parts)
+        slot, width = lax.rem(number, i32(RAW)), parts * BLOCK // 2
         for half in range(2):
-            weight = _expert_rows.weight(x, r, r.experts[tile], across, half, pl.ds(k * (BLOCK // 2), BLOCK // 2))
+            inputs = pl.ds(k * (BLOCK // 2), width)
+            weight = _expert_rows.weight(x, r, r.experts[tile], across, half, inputs)
             to = r.raw_ring.at[slot, pl.ds(half * c.half, c.half)]
             plgpu.copy_gmem_to_smem(weight, to, r.raw_full.at[slot])
 
@@ -93,27 +97,33 @@ def load(x: Any, r: Any, place: Any, count: Any) -> None:
         given = zip(lines, starts, strict=True)
         return tuple(_nibbles.load_lines(line, r.experts[tile], at, k, BLOCK, x.N - BLOCK // 2) for line, at in given)
 
-    def step(at, carry):
+    def step(at, carry, part, number):
         now, later = carry
         tile, _, k = where(at)
-        slot, raw = lax.rem(at, i32(c.stages)), lax.rem(at, i32(RAW))
+        slot, raw = lax.rem(at, i32(c.stages)), lax.rem(number, i32(RAW))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         _expert_rows.fetch(x, r, tile, k, slot)
         leave_largest(r.tops_ring.at[lax.rem(at + 1, i32(2))], later)
-        plgpu.barrier_wait(r.raw_full.at[raw])
+        if part == 0:
+            plgpu.barrier_wait(r.raw_full.at[raw])
         tops = r.tops_ring.at[lax.rem(at, i32(2))]
-        decode(r.b_ring.at[slot, 0], r.power_ring.at[slot], r.raw_ring.at[raw], now, tops, r.table)
+        decode(r.b_ring.at[slot, 0], r.power_ring.at[slot], r.raw_ring.at[raw], now, tops, r.table, part)
         plgpu.commit_smem()
         plgpu.barrier_arrive(r.full.at[slot])
-        pl.when(at + RAW < total)(lambda: fetch(at + RAW))
         return later, scales(at + 2)
 
+    def steps(number, carry):
+        for part in range(parts):
+            carry = step(number * parts + part, carry, part, number)
+        pl.when(number + RAW < fetches)(lambda: fetch(number + RAW))
+        return carry
+
     for i in range(RAW):
-        pl.when(total > i)(lambda i=i: fetch(i32(i)))
+        pl.when(fetches > i)(lambda i=i: fetch(i32(i)))
     now = scales(i32(0))
     leave_largest(r.tops_ring.at[0], now)
     plgpu.commit_smem()
-    lax.fori_loop(0, total, step, (now, scales(i32(1))))
+    lax.fori_loop(0, fetches, steps, (now, scales(i32(1))))
 
 
 def leave_largest(tops: Any, words: tuple[jax.Array, ...]) -> None:
@@ -139,23 +149,25 @@ def leave_largest(tops: Any, words: tuple[jax.Array, ...]) -> None:
     inline(emit)(tops, *words)
 
 
-def decode(out: Any, powers: Any, raw: Any, words: tuple[jax.Array, ...], tops: Any, codes: Any) -> None:
+def decode(out: Any, powers: Any, raw: Any, words: tuple[jax.Array, ...], tops: Any, codes: Any, part: int = 0) -> None:
     """Both halves' codes and their scales, but for `2^-LIFT`.
 
     Args:
         out: float8_e4m3fn [256, 128] in shared memory, see `_inline.span`.
         powers: float32 [2], likewise.
-        raw: uint8 [256, 64], swizzled by spans of 64 bytes.
+        raw: uint8 [256, 64] or [256, 128], swizzled by spans of their rows.
         words: int32 [128] of each half: the powers of a feature's four groups, a byte each.
         tops: what `leave_largest` left of them.
         codes: `table` in global memory.
+        part: which 64 bytes of the rows of `raw`.
     """
+    width = raw.shape[1]
     if _mosaic.interpreting():
         largest = jnp.max(tops[...], 1)
         for half, word in enumerate(words):
             d = jnp.minimum(largest[half] - _bytes(word), _DEEPEST)
             power = lax.bitcast_convert_type((127 + LIFT - d) << 23, jnp.float32)
-            given = raw[half * BLOCK : (half + 1) * BLOCK]
+            given = raw[half * BLOCK : (half + 1) * BLOCK, part * BLOCK // 2 : (part + 1) * BLOCK // 2]
             nibbles = jnp.stack([given & 15, given >> 4], -1).reshape(BLOCK, BLOCK)
             values = _decode.values(_CODE, nibbles, None, None).astype(jnp.float32) * jnp.repeat(power, GROUP, 1)
             out[half * BLOCK : (half + 1) * BLOCK] = values.astype(out.dtype)
@@ -166,7 +178,8 @@ def decode(out: Any, powers: Any, raw: Any, words: tuple[jax.Array, ...], tops: 
         del context
         e = _Emitter()
         row = e.opaque(_inline.bits(utils.thread_idx(), 0, BLOCK - 1, 0))
-        swizzle, raw_swizzle = _inline.bits(row, 0, 7, 0), _inline.bits(row, 1, 3, 0)
+        swizzle = _inline.bits(row, 0, 7, 0)
+        raw_swizzle = swizzle if width == BLOCK else _inline.bits(row, 1, 3, 0)
         for half, word in enumerate((e.word(first), e.word(second))):
             largest = e.load(tops, e.const(16 * half), 16)
             top = e.top(largest)
@@ -174,15 +187,15 @@ def decode(out: Any, powers: Any, raw: Any, words: tuple[jax.Array, ...], tops: 
             for group in range(BLOCK // GROUP):
                 d = arith.minsi(arith.subi(top, _inline.bits(word, 8 * group, 255, 0)), e.const(_DEEPEST))
                 magnitudes = e.load(codes, arith.shli(d, e.const(3)), 8)
-                at = arith.shli(arith.xori(raw_swizzle, e.const(group)), e.const(4))
-                at = arith.addi(arith.addi(arith.shli(row, e.const(6)), at), e.const(half * BLOCK * BLOCK // 2))
+                at = arith.shli(arith.xori(raw_swizzle, e.const(4 * part + group)), e.const(4))
+                at = arith.addi(arith.addi(arith.muli(row, e.const(width)), at), e.const(half * BLOCK * width))
                 given = e.load(raw, at, 16)
                 for pair in range(2):
                     chunk = arith.shli(arith.xori(swizzle, e.const(2 * group + pair)), e.const(4))
                     to = arith.addi(arith.addi(arith.shli(row, e.const(7)), chunk), e.const(half * BLOCK * BLOCK))
                     e.store(out, to, [x for w in given[2 * pair : 2 * pair + 2] for x in e.codes(w, magnitudes)])
 
-    spans = (_inline.span(), (), _inline.span(BLOCK // 2))
+    spans = (_inline.span(), (), _inline.span(width))
     types = (*map(plgpu.RefType, spans), _STRIDED, _STRIDED, plgpu.RefType(), plgpu.RefType())
     inline: Any = plgpu.inline_mgpu(arg_types=types)
     inline(emit)(out, powers, raw, *words, tops, codes)

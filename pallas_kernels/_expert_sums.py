@@ -172,3 +172,11 @@ def _wide_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Ar
     whole, rest = divmod(x.steps, ALONE)
     sums, now = lax.fori_loop(0, whole, steps, ((zero, zero), scales(0, ALONE)))
     return add(whole * ALONE, sums, now[:rest]) if rest else sums
+
+
+def encoded(value, lowest: int):
+    """Numbers [64, 128] over the scales of their rows, and those, [64]: see `_row_copies.encode`."""
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), i32)
+    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), lowest)
+    scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, f32) for e in (exponent, -exponent))
+    return value * lax.broadcast_in_dim(inverse, value.shape, [0]), scale

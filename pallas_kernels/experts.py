@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _expert_codes, _expert_rows, _expert_sums, _inline, _mosaic, _routing
+from pallas_kernels import _expert_codes, _expert_gather, _expert_rows, _expert_sums, _inline, _mosaic, _routing
 from pallas_kernels._gated import Activation
 
 SPAN = 128
@@ -47,8 +47,8 @@ DECODED = ("wna16", "mxfp4", "nvfp4")
 """Formats whose weights the caller hands over in the dtype of x."""
 CODES = "mxfp4_block"
 """MXFP4 weights as they are, which `_expert_codes` decodes for products as those of `fp8_block`."""
-DECODING = (56, 224)
-"""Registers of a thread that loads and decodes, and of one that multiplies, where two warpgroups do."""
+REGISTERS, BUSY = (40, 232), (56, 224)
+"""Of a thread that loads and of one that multiplies, where two warpgroups do; where loading is more than TMA."""
 LOWEST = {"fp8_block": -33, CODES: -22}
 """Exponent of the least scale of a block of activations."""
 
@@ -80,6 +80,10 @@ class Config:
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
 
+    whole: bool = False
+    """Weights that are decoded to codes are fetched 256 inputs at once, whole lines of the L2 cache, not half ones."""
+    gather: bool = False
+    """The first product fetches rows of tokens itself, rather than copies in the order of experts; sorted rows only."""
     even: bool = False
     """Only as many thread blocks work as finish together, see `_expert_rows.share`."""
 
@@ -125,9 +129,14 @@ def default_config(*, x, w13, ids, format, ue8m0=True, **_) -> Config:
     return Config(half=wide, stages=3 if wide == 128 else 5)
 
 
-def configs(*, x, w13, format, ue8m0=True, **_) -> Iterator[Config]:
-    """Every configuration that fits the shapes and shared memory."""
+def configs(*, x, w13, ids, format, ue8m0=True, **_) -> Iterator[Config]:
+    """Every configuration that fits the shapes and shared memory; `even` and `gather` beside the default only."""
     (T, M), F = x.shape, w13.shape[1] // 2
+    default = default_config(x=x, w13=w13, ids=ids, format=format, ue8m0=ue8m0)
+    for even, gather in ((True, False), (False, True), (True, True)):
+        config = dataclasses.replace(default, even=even, gather=gather)
+        if _illegal(config, T, M, F, format, ue8m0) is None:
+            yield config
     shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (1, 2), (False, True))
     for half, multipliers, stages, shared, cluster, encode in shapes:
         if shared and (multipliers > 1 or cluster > 1):
@@ -143,7 +152,7 @@ def _smem_bytes(c: Config, format: str) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     ring = c.stages * c.spans * ((c.multipliers * ROWS + 2 * c.half) * SPAN + c.multipliers * ROWS * 4)
     out = c.multipliers * ROWS * SPAN
-    more = out if format != CODES else _expert_codes.smem_bytes(2 * c.half, c.stages)
+    more = out if format != CODES else _expert_codes.smem_bytes(2 * c.half, c.stages, 1 + c.whole)
     return ring + out + more + 1024
 
 
@@ -158,6 +167,14 @@ def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True)
     if format == CODES and (c.half < BLOCK or c.spans > 1 or c.cluster > 1 or c.shared):
         given = f"half={c.half}, spans={c.spans}, cluster={c.cluster} and shared={c.shared}"
         return f"weights that are decoded to codes need half={BLOCK}, one span and no sharing, got {given}"
+    if c.gather and (format not in ("none", "fp8_block") or c.shared or c.spans > 1 or c.cluster > 1 or c.stages < 3):
+        given = f"{format!r}, shared={c.shared}, spans={c.spans}, cluster={c.cluster} and stages={c.stages}"
+        return f"gather=True needs 'none' or 'fp8_block', sorted rows, one span, no sharing and 3 stages, got {given}"
+    if c.gather and T * M * (1 if format in FP8 else 2) >= 2**31:
+        return f"gather=True needs rows of less than 2 GiB, got T={T} and M={M}"
+    if c.whole and (format != CODES or M % 256 or F % 256):
+        given = f"{format!r} with M={M} and F={F}"
+        return f"whole=True needs weights that are decoded to codes, M and F in multiples of 256, got {given}"
     if c.half > 64 and c.spans > 1 and format in FP8:
         return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
@@ -221,11 +238,11 @@ def experts(
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = quantize(x)
     a, encoded = product(
-        tiles.rows(codes),
+        codes if config.gather else tiles.rows(codes),
         w13.reshape((E, F, 2, K) if pairs else (E, 2, F, K)),
         F,
         act=act,
-        row_scale=scale if bare else _row_scale(format, scale, tiles.scales),
+        row_scale=scale if bare or config.gather else _row_scale(format, scale, tiles.scales),
         weight_scale=_weight_scale(format, w13_scale, scale, pairs, F),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
@@ -340,6 +357,21 @@ class _Plan:
         return min(self.unit, ROWS)
 
     @property
+    def span(self) -> tuple[Any, ...]:
+        """Transforms of rows and weights in shared memory."""
+        wide = (self.format in FP8 or self.packed) and self.config.half == BLOCK
+        return _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=self.dtype.itemsize)
+
+    @property
+    def gathers(self) -> bool:
+        """Rows are those of tokens."""
+        return self.config.gather and self.act is not None
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return BUSY if self.packed or self.gathers else REGISTERS
+
+    @property
     def packed(self) -> bool:
         """Weights are decoded on their way."""
         return self.format == CODES
@@ -375,6 +407,7 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         inputs |= {"starts": tiles.starts, "filled": tiles.filled}
     inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
     inputs |= {"table": _expert_codes.table()} if x.packed else {}
+    inputs |= {"source": tiles.source} if x.gathers else {}
 
     outputs = {"o": jax.ShapeDtypeStruct((tiles.size, N), out_dtype)}
     if x.encoded:
@@ -403,17 +436,17 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
 
 def _scratch(x: _Plan) -> dict[str, Any]:
     c, rows = x.config, x.config.multipliers * ROWS
-    wide = (x.format in FP8 or x.packed) and c.half == BLOCK
-    span = _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=x.dtype.itemsize)
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=span),
-        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=span),
+        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=x.span),
+        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=x.span),
         "pieces": plgpu.SMEM(
             (c.multipliers, x.buffers, ROWS, x.piece),
             x.out_dtype,
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
-        "full": plgpu.Barrier(num_arrivals=3 if x.packed else (3 + x.blocks) * c.spans, num_barriers=c.stages),
+        "full": plgpu.Barrier(
+            num_arrivals=3 if x.packed or x.gathers else (3 + x.blocks) * c.spans, num_barriers=c.stages
+        ),
         "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.multipliers, num_barriers=c.stages),
@@ -421,29 +454,37 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
     if x.packed:
-        scratch |= _expert_codes.scratch(2 * c.half, c.stages)
+        scratch |= _expert_codes.scratch(2 * c.half, c.stages, 1 + c.whole)
     return scratch | ({"scale_ring": plgpu.SMEM((c.stages, c.spans, rows), f32)} if x.blocks else {})
 
 
 # ---------------------------------------------------------------- device code
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
-    c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
-    warpgroup, member, across = lax.axis_index("warpgroup"), lax.axis_index("member"), x.across // c.cluster
-    count, taking = _expert_rows.share(r.count[0] * across, blocks, me, c.even)
+    c, warpgroup, across = x.config, lax.axis_index("warpgroup"), x.across // x.config.cluster
 
-    def place(turn):
-        """Tile, its features, and the number of its first step."""
-        at = me + turn * taking
-        tile = lax.div(at, i32(across))
-        return tile, (at - tile * across) * c.cluster + member, turn * x.steps
+    def turns():
+        """How many tiles are this block's and which; whoever needs that finds it out, in registers of its own."""
+        me, member = lax.axis_index("block"), lax.axis_index("member")
+        count, taking = _expert_rows.share(r.count[0] * across, lax.axis_size("block"), me, c.even)
+
+        def place(turn):
+            """Tile, its features, and the number of its first step."""
+            at = me + turn * taking
+            tile = lax.div(at, i32(across))
+            return tile, (at - tile * across) * c.cluster + member, turn * x.steps
+
+        return count, place
 
     @pl.when(warpgroup == c.multipliers)
     def _():
+        count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(DECODING[0] if x.packed else 40, action="decrease")
+            plgpu.set_max_registers(x.registers[0], action="decrease")
         if x.packed:
             _expert_codes.load(x, r, place, count)
+        elif x.gathers:
+            _expert_gather.load(x, r, place, count)
         else:
             lax.fori_loop(0, count, lambda turn, _: _expert_rows.load(x, r, *place(turn)), None)
         total = count * x.steps
@@ -452,8 +493,9 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < c.multipliers)
     def _():
+        count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(DECODING[1] if x.packed else 232, action="increase")
+            plgpu.set_max_registers(x.registers[1], action="increase")
 
         def tile(turn, _):
             tile, across, first = place(turn)
@@ -490,7 +532,7 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         scale = None
         if x.encoded:
             value = value.astype(x.narrow).astype(f32) if x.late else value
-            value, scale = _encoded(value, LOWEST[x.format])
+            value, scale = _expert_sums.encoded(value, LOWEST[x.format])
         piece = r.pieces.at[warpgroup, i % x.buffers]
         # what is not stored does not count
         plgpu.wait_smem_to_gmem(0 if x.buffers == 1 or x.N % x.width else 1, wait_read_only=True)
@@ -523,14 +565,6 @@ def _store(x: _Plan, r: Any, warpgroup, piece, tile, row, at) -> None:
         where = r.o_scale.at[lax.div(at, i32(BLOCK)), rows]
         plgpu.copy_smem_to_gmem(r.tops.at[warpgroup, pl.ds(0, count)], where, commit_group=False)
     plgpu.commit_smem_to_gmem_group()
-
-
-def _encoded(value, lowest: int):
-    """Numbers [64, 128] over the scales of their rows, and those, [64]: see `_row_copies.encode`."""
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), i32)
-    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), lowest)
-    scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, f32) for e in (exponent, -exponent))
-    return value * lax.broadcast_in_dim(inverse, value.shape, [0]), scale
 
 
 def _finished(x: _Plan, r: Any, sums, column: int, expert, across, weights):

@@ -315,7 +315,7 @@ def _run_codes(config, format, act_group, ue8m0, **args):
         return _row_copies.encode(x, lowest=mosaic.LOWEST[mosaic.CODES])
 
     shape = {"multipliers": config.warpgroups, "half": mosaic.BLOCK, "stages": config.stages}
-    how = mosaic.Config(**shape, encode=True, even=config.even)
+    how = mosaic.Config(**shape, encode=True, even=config.even, whole=config.inputs == 256)
     return mosaic.experts(config=how, quantize=quantize, format=mosaic.CODES, ue8m0=True, **args)
 
 
