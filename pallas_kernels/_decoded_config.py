@@ -54,6 +54,12 @@ class Config:
 
     encoder: bool = False
     """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
+    even: bool = False
+    """Only as many thread blocks work as finish together, see `_expert_rows.share`."""
+    codes: bool = False
+    """For many tokens: weights become E4M3 codes in shared memory, and the products are those of `experts` for FP8
+    blocks; a tile is 256 features by `tokens` rows, 64 of each warpgroup. Activations are quantized in groups of 128,
+    even if those of 32 are asked for: see docs/experts.md for what that changes, which is next to nothing."""
 
     def __post_init__(self):
         choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "inputs": (128, 256), "overlap": (1, 2, 4)}
@@ -71,9 +77,19 @@ class Config:
             raise ValueError(f"overlap={self.overlap} is for products without eight")
         if self.encoder and not self.eight:
             raise ValueError("encoder is for products with eight")
+        if self.codes:
+            self._check_codes()
         if self.staged and (not self.eight or self.warpgroups % 2):
             given = f"eight={self.eight} and warpgroups={self.warpgroups}"
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
+
+    def _check_codes(self) -> None:
+        if self.tokens != 64 * self.warpgroups or self.warpgroups > 2 or self.block != 8:
+            given = f"tokens={self.tokens}, warpgroups={self.warpgroups} and block={self.block}"
+            raise ValueError(f"codes needs 64 rows for each of 1 or 2 warpgroups in blocks of 8, got {given}")
+        for name, known in {"eight": False, "overlap": 1, "together": False}.items():
+            if getattr(self, name) != known:
+                raise ValueError(f"codes needs {name}={known}, got {getattr(self, name)}")
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -139,6 +155,13 @@ def configs(*, x, w13, ids, format, act_group, **more) -> Iterator[Config]:
     default = default_config(x=x, w13=w13, ids=ids, format=format, act_group=act_group, **more)
     yield dataclasses.replace(default, fused=False)
     mean = x.shape[0] * ids.shape[1] / w13.shape[0]
+    fits = x.shape[1] % 256 == 0 and w13.shape[1] % 256 == 0 and more.get("ue8m0", True)
+    if _eights(format=format, act_group=act_group) and fits:
+        for warpgroups, even in itertools.product((1, 2) if mean > LIGHT else (1,), (False, True)):
+            how = {"tokens": 64 * warpgroups, "warpgroups": warpgroups, "even": even}
+            yield Config(codes=True, stages=3, **how)
+            if w13.shape[1] % 512 == 0:
+                yield Config(codes=True, stages=2, inputs=256, **how)
     for eight in (False, True) if _eights(format=format, act_group=act_group) else (False,):
         most = MOST_EIGHT if eight else MOST
         best = min(best_rows(mean), most)
@@ -204,9 +227,14 @@ def smem_bytes(c: Config) -> int:
 
 
 def illegal(c: Config, **args) -> str | None:
-    """None if the configuration fits, else one sentence; args: format and act_group."""
+    """None if the configuration fits, else one sentence; args: format, act_group and, with `codes`, ue8m0."""
     if c.eight and not _eights(**args):
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
+    if c.codes:  # the rest is for `experts` to say
+        if _eights(**args) and args["ue8m0"]:
+            return None
+        given = ", ".join(str(args[name]) for name in ("format", "act_group", "ue8m0"))
+        return f"codes needs mxfp4 weights, act_group and ue8m0=True, got {given}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
         given += f" of inputs={c.inputs}"

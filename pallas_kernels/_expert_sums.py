@@ -33,7 +33,7 @@ def sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, j
         across: which of the tiles side by side.
         first: number of the tile's first step.
     """
-    if not x.format.startswith("fp8"):
+    if not x.blocks and x.format != "fp8_tensor":
         return _plain_sums(x, r, warpgroup, expert, across, first)
     return (_block_sums if x.config.half == ROWS else _wide_sums)(x, r, warpgroup, expert, across, first)
 
@@ -129,7 +129,7 @@ def _weight_scales(x: Any, r: Any, expert, across):
     last = x.steps * x.config.spans - 1
 
     def scales(k, count):
-        if not x.blocks:
+        if not x.blocks or x.packed:
             return (None,) * count
         at = [jnp.minimum(k + i, last) for i in range(count)]
         return tuple(tuple(r.weight_scale[expert, line, i] for line in lines) for i in at)
@@ -147,6 +147,7 @@ def _wide_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Ar
             slot = lax.rem(first + k + i, i32(c.stages))
             plgpu.barrier_wait(r.full.at[slot])
             scale = None
+            now = [r.power_ring[slot, half] for half in range(2)] if x.packed else now
             for half in range(2):
                 rows, features = pl.ds(warpgroup * ROWS, ROWS), pl.ds(half * c.half, c.half)
                 a, b = r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0, features]
@@ -171,3 +172,11 @@ def _wide_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Ar
     whole, rest = divmod(x.steps, ALONE)
     sums, now = lax.fori_loop(0, whole, steps, ((zero, zero), scales(0, ALONE)))
     return add(whole * ALONE, sums, now[:rest]) if rest else sums
+
+
+def encoded(value, lowest: int):
+    """Numbers [64, 128] over the scales of their rows, and those, [64]: see `_row_copies.encode`."""
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), i32)
+    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), lowest)
+    scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, f32) for e in (exponent, -exponent))
+    return value * lax.broadcast_in_dim(inverse, value.shape, [0]), scale

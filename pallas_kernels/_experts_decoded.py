@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _inline, _mosaic, _nibbles, _requantize, _routing
+from pallas_kernels import _decode, _expert_rows, _inline, _mosaic, _nibbles, _requantize, _routing
 from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
 from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
@@ -33,7 +33,7 @@ ALIGNED = 4
 EARLY = 32
 """Rows of a tile up to which their weights are loaded before its sums are formed."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-__all__ = ("Config", "configs", "default_config", "experts", "stages", "why_not")
+__all__ = ("Config", "configs", "default_config", "experts", "illegal", "stages", "why_not")
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -256,11 +256,11 @@ def _block(x: Plan, r: Any) -> None:
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = c.registers
-    count = lax.div(r.count[0] * x.across - me + (blocks - 1), i32(blocks))
+    count, taking = _expert_rows.share(r.count[0] * x.across, blocks, me, c.even)
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = me + turn * blocks
+        at = me + turn * taking
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 

@@ -214,6 +214,16 @@ def array(registers: Sequence[Any], n: int, dtype: Any):
     ).to_layout(fragments.WGMMA_LAYOUT)
 
 
+def words(values: Sequence[Any], layout: Any, shape: tuple[int, ...]):
+    """A thread's 32-bit integers as an array of a layout that holds one in each register."""
+    given = np.empty(len(values), object)
+    for i, x in enumerate(values):
+        given[i] = vector.broadcast(ir.VectorType.get((1,), x.type), x)
+    layout = layout.to_mgpu()
+    given = given.reshape(layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=given, _layout=layout, _is_signed=True)
+
+
 def assembly(lines: Sequence[str], sums: Sequence[Any], count: int, inputs: Sequence[tuple[Any, str]], dtype) -> list:
     """Inline assembly on `count` registers $0.. (started from `sums`, if any), `inputs` behind them."""
     kind, letter = _kind(dtype)

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _expert_sums, _inline, _mosaic, _routing
+from pallas_kernels import _expert_codes, _expert_gather, _expert_rows, _expert_sums, _inline, _mosaic, _routing
 from pallas_kernels._gated import Activation
 
 SPAN = 128
@@ -41,14 +41,16 @@ MOST_SHARED = 64
 """Tokens up to which experts multiply all of them."""
 DTYPES = ("bfloat16", "float16")
 FP8 = ("fp8_tensor", "fp8_block")
-LOWEST = -33
-"""Exponent of the least scale of a block."""
 UNIT = 8
 """Rows to a multiple of which each expert is filled up."""
-FEW = 16
-"""Rows that are fetched for a tile that has no more."""
 DECODED = ("wna16", "mxfp4", "nvfp4")
 """Formats whose weights the caller hands over in the dtype of x."""
+CODES = "mxfp4_block"
+"""MXFP4 weights as they are, which `_expert_codes` decodes for products as those of `fp8_block`."""
+REGISTERS, BUSY = (40, 232), (56, 224)
+"""Of a thread that loads and of one that multiplies, where two warpgroups do; where loading is more than TMA."""
+LOWEST = {"fp8_block": -33, CODES: -22}
+"""Exponent of the least scale of a block of activations."""
 
 
 f32, i32 = jnp.float32, jnp.int32
@@ -79,6 +81,13 @@ class Config:
     """Rows are sorted by `_counting`'s kernels, not by XLA; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
+
+    whole: bool = False
+    """Weights that are decoded to codes are fetched 256 inputs at once, whole lines of the L2 cache, not half ones."""
+    gather: bool = False
+    """The first product fetches rows of tokens itself, rather than copies in the order of experts; sorted rows only."""
+    even: bool = False
+    """Only as many thread blocks work as finish together, see `_expert_rows.share`."""
 
     def __post_init__(self):
         for name, known in _KNOWN.items():
@@ -124,9 +133,14 @@ def default_config(*, x, w13, ids, format, ue8m0=True, **_) -> Config:
     return Config(half=wide, stages=3 if wide == 128 else 5)
 
 
-def configs(*, x, w13, format, ue8m0=True, **_) -> Iterator[Config]:
-    """Every configuration that fits the shapes and shared memory."""
+def configs(*, x, w13, ids, format, ue8m0=True, **_) -> Iterator[Config]:
+    """Every configuration that fits the shapes and shared memory; `even` and `gather` beside the default only."""
     (T, M), F = x.shape, w13.shape[1] // 2
+    default = default_config(x=x, w13=w13, ids=ids, format=format, ue8m0=ue8m0)
+    for even, gather in ((True, False), (False, True), (True, True)):
+        config = dataclasses.replace(default, even=even, gather=gather)
+        if _illegal(config, T, M, F, format, ue8m0) is None:
+            yield config
     shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (1, 2), (False, True))
     for half, multipliers, stages, shared, cluster, encode in shapes:
         if shared and (multipliers > 1 or cluster > 1):
@@ -138,20 +152,33 @@ def configs(*, x, w13, format, ue8m0=True, **_) -> Iterator[Config]:
             yield config
 
 
-def _smem_bytes(c: Config) -> int:
+def _smem_bytes(c: Config, format: str) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     ring = c.stages * c.spans * ((c.multipliers * ROWS + 2 * c.half) * SPAN + c.multipliers * ROWS * 4)
-    return ring + 2 * c.multipliers * ROWS * SPAN + 1024
+    out = c.multipliers * ROWS * SPAN
+    more = out if format != CODES else _expert_codes.smem_bytes(2 * c.half, c.stages, 1 + c.whole)
+    return ring + out + more + 1024
 
 
 def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True) -> str | None:
     inputs = c.spans * (64 if format == "none" else SPAN)
     if c.spans > 1 and (M % inputs or F % inputs):
         return f"spans={c.spans} needs M and F in multiples of {inputs}, got M={M} and F={F}"
-    if c.encode and (c.half < BLOCK or format != "fp8_block" or not ue8m0):
+    if c.encode and (c.half < BLOCK or format not in LOWEST or not ue8m0):
         return (
             f"encode=True needs half={BLOCK} and format='fp8_block' with ue8m0=True, got half={c.half} and {format!r}"
         )
+    if format == CODES and (c.half < BLOCK or c.spans > 1 or c.cluster > 1 or c.shared):
+        given = f"half={c.half}, spans={c.spans}, cluster={c.cluster} and shared={c.shared}"
+        return f"weights that are decoded to codes need half={BLOCK}, one span and no sharing, got {given}"
+    if c.gather and (format not in ("none", "fp8_block") or c.shared or c.spans > 1 or c.cluster > 1 or c.stages < 3):
+        given = f"{format!r}, shared={c.shared}, spans={c.spans}, cluster={c.cluster} and stages={c.stages}"
+        return f"gather=True needs 'none' or 'fp8_block', sorted rows, one span, no sharing and 3 stages, got {given}"
+    if c.gather and T * M * (1 if format in FP8 else 2) >= 2**31:
+        return f"gather=True needs rows of less than 2 GiB, got T={T} and M={M}"
+    if c.whole and (format != CODES or M % 256 or F % 256):
+        given = f"{format!r} with M={M} and F={F}"
+        return f"whole=True needs weights that are decoded to codes, M and F in multiples of 256, got {given}"
     if c.half > 64 and c.spans > 1 and format in FP8:
         return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
@@ -161,7 +188,7 @@ def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True)
         return f"cluster={c.cluster} and half={c.half} need {multiples}, got F={F} and M={M}"
     if c.shared and T > MOST_SHARED:
         return f"shared rows are for at most {MOST_SHARED} tokens, got T={T}"
-    if (used := _smem_bytes(c)) > _mosaic.SMEM_BYTES:
+    if (used := _smem_bytes(c, format)) > _mosaic.SMEM_BYTES:
         given = f"multipliers={c.multipliers}, half={c.half}, stages={c.stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
     return None
@@ -200,7 +227,7 @@ def experts(
     Raises:
         ValueError: `config` does not fit these shapes.
     """
-    (T, M), E, F = x.shape, w13.shape[0], w2.shape[2]
+    (T, M), E, F = x.shape, w13.shape[0], w13.shape[1] // 2
     if reason := _illegal(config, T, M, F, format, ue8m0):
         raise ValueError(f"experts: {reason}")
     which = _routing.local_experts(ids, E, expert_map)
@@ -210,17 +237,17 @@ def experts(
         tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT, config.counted)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
-    pairs = activation == "swigluoai"
+    pairs, K = activation == "swigluoai", M // 2 if format == CODES else M
     encode, bare = config.encode, config.shared and format == "fp8_block" and tiles.unit == T
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = quantize(x)
     a, encoded = product(
-        tiles.rows(codes),
-        w13.reshape((E, F, 2, M) if pairs else (E, 2, F, M)),
+        codes if config.gather else tiles.rows(codes),
+        w13.reshape((E, F, 2, K) if pairs else (E, 2, F, K)),
         F,
         act=act,
-        row_scale=scale if bare else _row_scale(format, scale, tiles.scales),
-        weight_scale=_weight_scale(format, w13_scale, scale, lambda s: _halves(s, pairs)),
+        row_scale=scale if bare or config.gather else _row_scale(format, scale, tiles.scales),
+        weight_scale=_weight_scale(format, w13_scale, scale, pairs, F),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
         out_dtype=jnp.float8_e4m3fn if encode else f32 if keep_wide else x.dtype,
@@ -233,7 +260,7 @@ def experts(
         w2,
         M,
         row_scale=_row_scale(format, scale, lambda s: s if encode else jnp.pad(s, ((0, 0), (0, ROWS)))),
-        weight_scale=_weight_scale(format, w2_scale, scale, lambda s: s),
+        weight_scale=_weight_scale(format, w2_scale, scale, None, M),
         bias=None if w2_bias is None else w2_bias.astype(f32),
         weights=tiles.weights if late or w2_bias is not None else None,
         out_dtype=x.dtype,
@@ -243,15 +270,21 @@ def experts(
 
 def _row_scale(format, scale, spread):
     """Scales of rows, [K / 128, rows] or [rows], and some more; None where there are none."""
-    if format == "fp8_block":
+    if format in LOWEST:
         return spread(scale)
     return spread(scale)[0] if format == "int8" else None
 
 
-def _weight_scale(format, scale, row_scale, halves):
-    """Scales of weights: [E, N / 128, K / 128], one a feature in the order of biases, one an expert, or none."""
+def _weight_scale(format, scale, row_scale, pairs, N):
+    """Scales of weights: [E, N / 128, K / 128], one a feature in the order of biases, one an expert, or none.
+
+    Those of `CODES` are [E, 2, N, K / 32], with `pairs` [E, N, 2, K / 32], or without halves (None) [E, 1, N, K / 32].
+    """
+    if format == CODES:
+        E, _, G = scale.shape
+        return scale.reshape((E, N, 2, G) if pairs else (E, -1, N, G))
     if format == "int8":
-        return halves(scale[..., 0])
+        return scale[..., 0] if pairs is None else _halves(scale[..., 0], pairs)
     return scale * row_scale if format == "fp8_tensor" else scale
 
 
@@ -293,6 +326,11 @@ class _Plan:
         return self.config.half * (1 if self.act else 2)
 
     @property
+    def buffers(self) -> int:
+        """Pieces of a warpgroup that are on their way out."""
+        return 1 if self.encoded or self.packed else 2
+
+    @property
     def piece(self) -> int:
         """Columns that are stored together."""
         return SPAN // self.out_dtype.itemsize
@@ -323,9 +361,34 @@ class _Plan:
         return min(self.unit, ROWS)
 
     @property
+    def span(self) -> tuple[Any, ...]:
+        """Transforms of rows and weights in shared memory."""
+        wide = (self.format in FP8 or self.packed) and self.config.half == BLOCK
+        return _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=self.dtype.itemsize)
+
+    @property
+    def gathers(self) -> bool:
+        """Rows are those of tokens."""
+        return self.config.gather and self.act is not None
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return BUSY if self.packed or self.gathers else REGISTERS
+
+    @property
+    def packed(self) -> bool:
+        """Weights are decoded on their way."""
+        return self.format == CODES
+
+    @property
     def blocks(self) -> bool:
         """Rows and features have a scale for each block of inputs."""
-        return self.format == "fp8_block"
+        return self.format in LOWEST
+
+    @property
+    def turns(self) -> bool:
+        """Gates and ups lie in turn."""
+        return self.act is not None and self.act.kind == "swigluoai"
 
 
 def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=None, **arrays):
@@ -347,6 +410,8 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
     if not config.shared:
         inputs |= {"starts": tiles.starts, "filled": tiles.filled}
     inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
+    inputs |= {"table": _expert_codes.table()} if x.packed else {}
+    inputs |= {"source": tiles.source} if x.gathers else {}
 
     outputs = {"o": jax.ShapeDtypeStruct((tiles.size, N), out_dtype)}
     if x.encoded:
@@ -375,52 +440,66 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
 
 def _scratch(x: _Plan) -> dict[str, Any]:
     c, rows = x.config, x.config.multipliers * ROWS
-    wide = x.format in FP8 and c.half == BLOCK
-    span = _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=x.dtype.itemsize)
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=span),
-        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=span),
+        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=x.span),
+        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=x.span),
         "pieces": plgpu.SMEM(
-            (c.multipliers, 1 if x.encoded else 2, ROWS, x.piece),
+            (c.multipliers, x.buffers, ROWS, x.piece),
             x.out_dtype,
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
-        "full": plgpu.Barrier(num_arrivals=(3 + x.blocks) * c.spans, num_barriers=c.stages),
+        "full": plgpu.Barrier(
+            num_arrivals=3 if x.packed or x.gathers else (3 + x.blocks) * c.spans, num_barriers=c.stages
+        ),
         "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.multipliers, num_barriers=c.stages),
     }
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
+    if x.packed:
+        scratch |= _expert_codes.scratch(2 * c.half, c.stages, 1 + c.whole)
     return scratch | ({"scale_ring": plgpu.SMEM((c.stages, c.spans, rows), f32)} if x.blocks else {})
 
 
 # ---------------------------------------------------------------- device code
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
-    c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
-    warpgroup, member, across = lax.axis_index("warpgroup"), lax.axis_index("member"), x.across // c.cluster
-    count = lax.div(r.count[0] * across - me + (blocks - 1), i32(blocks))
+    c, warpgroup, across = x.config, lax.axis_index("warpgroup"), x.across // x.config.cluster
 
-    def place(turn):
-        """Tile, its features, and the number of its first step."""
-        at = me + turn * blocks
-        tile = lax.div(at, i32(across))
-        return tile, (at - tile * across) * c.cluster + member, turn * x.steps
+    def turns():
+        """How many tiles are this block's and which; whoever needs that finds it out, in registers of its own."""
+        me, member = lax.axis_index("block"), lax.axis_index("member")
+        count, taking = _expert_rows.share(r.count[0] * across, lax.axis_size("block"), me, c.even)
+
+        def place(turn):
+            """Tile, its features, and the number of its first step."""
+            at = me + turn * taking
+            tile = lax.div(at, i32(across))
+            return tile, (at - tile * across) * c.cluster + member, turn * x.steps
+
+        return count, place
 
     @pl.when(warpgroup == c.multipliers)
     def _():
+        count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        lax.fori_loop(0, count, lambda turn, _: _load(x, r, *place(turn)), None)
+            plgpu.set_max_registers(x.registers[0], action="decrease")
+        if x.packed:
+            _expert_codes.load(x, r, place, count)
+        elif x.gathers:
+            _expert_gather.load(x, r, place, count)
+        else:
+            lax.fori_loop(0, count, lambda turn, _: _expert_rows.load(x, r, *place(turn)), None)
         total = count * x.steps
         for i in range(1, c.stages + 1):  # nobody leaves while slots are in use, its own or the other member's
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
     @pl.when(warpgroup < c.multipliers)
     def _():
+        count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(x.registers[1], action="increase")
 
         def tile(turn, _):
             tile, across, first = place(turn)
@@ -430,74 +509,10 @@ def _block(x: _Plan, r: Any) -> None:
             some = warpgroup * (ROWS // x.unit) < r.filled[tile]
             pl.when(some)(lambda: _multiply(x, r, warpgroup, tile, across, first))
             if c.multipliers > 1:
-                pl.when(jnp.logical_not(some))(lambda: _skip(x, r, first))
+                pl.when(jnp.logical_not(some))(lambda: _expert_rows.skip(x, r, first))
 
         lax.fori_loop(0, count, tile, None)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _first_row(x: _Plan, r: Any, tile):
-    """Where a tile's results lie."""
-    return (tile if x.config.shared else r.starts[tile]) * x.unit
-
-
-def _input_row(x: _Plan, r: Any, tile):
-    """Where a tile's rows lie in the operand: all tokens in front, for the first product on shared rows."""
-    return 0 if x.config.shared and x.act else _first_row(x, r, tile)
-
-
-def _load(x: _Plan, r: Any, tile, across, first) -> None:
-    """Fetch one tile's rows and weights, step by step; what lies outside becomes zero."""
-    c = x.config
-    expert, row = r.experts[tile], _input_row(x, r, tile)
-    scales = tile * x.loaded if x.tiled else row
-    few = None if c.shared else r.filled[tile] <= FEW // UNIT
-    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-
-    def weight(half, inputs):
-        if x.act is None:
-            return r.w.at[expert, pl.ds(across * x.width + half * c.half, c.half), inputs]
-        features = pl.ds(across * c.half, c.half)
-        pairs = x.act.kind == "swigluoai"
-        return r.w.at[expert, features, half, inputs] if pairs else r.w.at[expert, half, features, inputs]
-
-    def step(k, _):
-        at = first + k
-        slot = lax.rem(at, i32(c.stages))
-        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-        full = r.full.at[slot]
-        spans = [k * c.spans + i for i in range(c.spans)]
-        for half in range(2):
-            for i, span in enumerate(spans):
-                where = r.b_ring.at[slot, i, pl.ds(half * c.half, c.half)]
-                plgpu.copy_gmem_to_smem(weight(half, pl.ds(span * x.inputs, x.inputs)), where, full)
-        for i, span in enumerate(spans):
-
-            def fetch(count, i=i, span=span):
-                rows = r.rows.at[pl.ds(row, count), pl.ds(span * x.inputs, x.inputs)]
-                plgpu.copy_gmem_to_smem(rows, r.a_ring.at[slot, i, pl.ds(0, count)], full, **share)
-
-            if few is None:
-                fetch(x.loaded)
-            else:
-                pl.when(few)(lambda fetch=fetch: fetch(FEW))
-                pl.when(jnp.logical_not(few))(lambda fetch=fetch: fetch(x.loaded))
-            if x.blocks:
-                where = r.scale_ring.at[slot, i, pl.ds(0, x.loaded)]
-                plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(scales, x.loaded)], where, full)
-
-    lax.fori_loop(0, x.steps, step, None)
-
-
-def _skip(x: _Plan, r: Any, first) -> None:
-    """Let one tile's steps pass."""
-
-    def step(k, _):
-        slot = lax.rem(first + k, i32(x.config.stages))
-        plgpu.barrier_wait(r.full.at[slot])
-        plgpu.barrier_arrive(r.empty.at[slot])
-
-    lax.fori_loop(0, x.steps, step, None)
 
 
 def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
@@ -506,11 +521,13 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
     sums = _expert_sums.sums(x, r, warpgroup, expert, across, first)
     if x.format in ("none", "fp8_tensor") and r.weight_scale is not None:
         sums = tuple(part * r.weight_scale[expert] for part in sums)
+    if x.packed:
+        sums = tuple(part * 2.0**-_expert_codes.LIFT for part in sums)
     if x.format == "int8":
-        row = _input_row(x, r, tile) + warpgroup * ROWS
+        row = _expert_rows.input_row(x, r, tile) + warpgroup * ROWS
         scale = plgpu.load(r.row_scale.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
         sums = tuple(part.astype(f32) * lax.broadcast_in_dim(scale, part.shape, [0]) for part in sums)
-    row = _first_row(x, r, tile) + warpgroup * ROWS
+    row = _expert_rows.first_row(x, r, tile) + warpgroup * ROWS
     weights = None
     if r.weights is not None:
         weights = plgpu.load(r.weights.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
@@ -518,10 +535,11 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         value = _finished(x, r, sums, column, expert, across, weights)
         scale = None
         if x.encoded:
-            value, scale = _encoded(value.astype(x.narrow).astype(f32))
-        piece = r.pieces.at[warpgroup, 0 if x.encoded else i % 2]
+            value = value.astype(x.narrow).astype(f32) if x.late else value
+            value, scale = _expert_sums.encoded(value, LOWEST[x.format])
+        piece = r.pieces.at[warpgroup, i % x.buffers]
         # what is not stored does not count
-        plgpu.wait_smem_to_gmem(0 if x.encoded or x.N % x.width else 1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0 if x.buffers == 1 or x.N % x.width else 1, wait_read_only=True)
         piece[...] = value.astype(x.out_dtype)
         if scale is not None:
             r.tops[warpgroup] = scale
@@ -551,14 +569,6 @@ def _store(x: _Plan, r: Any, warpgroup, piece, tile, row, at) -> None:
         where = r.o_scale.at[lax.div(at, i32(BLOCK)), rows]
         plgpu.copy_smem_to_gmem(r.tops.at[warpgroup, pl.ds(0, count)], where, commit_group=False)
     plgpu.commit_smem_to_gmem_group()
-
-
-def _encoded(value):
-    """Numbers [64, 128] over the scales of their rows, and those, [64]: see `_row_copies.encode`."""
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(value), 1), i32)
-    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - (127 + 8), LOWEST)
-    scale, inverse = (lax.bitcast_convert_type((127 + e) << 23, f32) for e in (exponent, -exponent))
-    return value * lax.broadcast_in_dim(inverse, value.shape, [0]), scale
 
 
 def _finished(x: _Plan, r: Any, sums, column: int, expert, across, weights):

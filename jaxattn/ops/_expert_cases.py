@@ -176,6 +176,7 @@ CASES = (
     *(_bench(f"bf16-T{T}-A6-E64-M4096-F2048", T, 64) for T in (16, 256, 4096)),
     *(_bench(f"fp8_block-T{T}-A6-E256-M4096-F2048", T, 256, format="fp8_block") for T in (16, 256, 4096)),
     *(_bench(f"mxfp4-T{T}-A6-E256-M4096-F2048", T, 256, format="mxfp4", act_group=32, **_V4) for T in (16, 4096)),
+    _bench("mxfp4-fp8-128-T4096-A6-E256-M4096-F2048", 4096, 256, format="mxfp4", act_group=128, **_V4),
     *(_bench(f"{f}-T16-A6-E256-M4096-F2048", 16, 256, format=f) for f in ("wna16", "nvfp4")),
     *(_bench(f"gpt-oss-T{T}-A4-E128-M2880-F2880", T, 128, 4, 2880, 2880, format="mxfp4", **_OSS) for T in (16, 4096)),
 )

@@ -265,7 +265,7 @@ def round_to(x, dtype):
 
 def _run_mosaic(*, config, format, act_group, ue8m0, **args):
     """The kernel; weights of four bits are decoded first, by XLA, which FP4 survives to the bit."""
-    dtype, early = args["x"].dtype, args["weight_on"] == "activation"
+    dtype, wide = args["x"].dtype, args["weight_on"] == "activation" and act_group is not None
     if format not in mosaic.DECODED:
 
         def quantize(x):
@@ -274,7 +274,7 @@ def _run_mosaic(*, config, format, act_group, ue8m0, **args):
             q, s = formats.codes(x, format, act_group, ue8m0)
             return q, s if s is None or not s.ndim else s.T
 
-        return mosaic.experts(config=config, quantize=quantize, format=format, ue8m0=ue8m0, **args)
+        return mosaic.experts(config=config, quantize=quantize, format=format, keep_wide=wide, ue8m0=ue8m0, **args)
 
     for name in ("w13", "w2"):
         args[name] = formats.decode(args, name, format, dtype)
@@ -283,12 +283,13 @@ def _run_mosaic(*, config, format, act_group, ue8m0, **args):
     def quantize_in_place(x):
         return formats.quantize(x, format, act_group, ue8m0)[0].astype(dtype), None
 
-    wide = early and act_group is not None
     return mosaic.experts(config=config, quantize=quantize_in_place, format="none", keep_wide=wide, **args)
 
 
 def _run_decoded(*, config, format, act_group, ue8m0, **args):
     """The kernel that decodes weights of four bits in registers; FP8 activations are codes, or their values."""
+    if config.codes:
+        return _run_codes(config, format, act_group, ue8m0, **args)
 
     def quantize(x):
         group = _requantize.GROUP
@@ -301,6 +302,21 @@ def _run_decoded(*, config, format, act_group, ue8m0, **args):
 
     how = {"format": format, "act_group": act_group, "ue8m0": ue8m0}
     return decoded.experts(config=config, quantize=None if act_group is None else quantize, **how, **args)
+
+
+def _run_codes(config, format, act_group, ue8m0, **args):
+    """The kernel of FP8 blocks, on weights of four bits that it decodes to codes; activations in groups of 128."""
+    if reason := decoded.illegal(config, format=format, act_group=act_group, ue8m0=ue8m0):
+        raise ValueError(f"{_OP}: {reason}")
+    for name in ("w13_zeros", "w2_zeros", "w13_scale_2", "w2_scale_2"):
+        del args[name]  # MXFP4 has none
+
+    def quantize(x):
+        return _row_copies.encode(x, lowest=mosaic.LOWEST[mosaic.CODES])
+
+    shape = {"multipliers": config.warpgroups, "half": mosaic.BLOCK, "stages": config.stages}
+    how = mosaic.Config(**shape, encode=True, even=config.even, whole=config.inputs == 256)
+    return mosaic.experts(config=how, quantize=quantize, format=mosaic.CODES, ue8m0=True, **args)
 
 
 def _outputs(**_):

@@ -12,12 +12,13 @@ from jaxattn import experts
 from jaxattn.ops._expert_cases import struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import primitives as p
-from pallas_kernels import _decode, _mosaic, _nibbles
+from pallas_kernels import _decode, _expert_codes, _expert_rows, _mosaic, _nibbles
 from pallas_kernels import _decoded_config as legality
 from pallas_kernels import _experts_decoded as decoded
 
 TILE = {"tokens": 16, "warpgroups": 1, "stages": 2}
 MEGAMOE = {"format": "mxfp4", "act_group": 32, "weight_on": "activation", "limit": 2.0}
+CODES = {"codes": True, "tokens": 64, "warpgroups": 1, "stages": 2}
 OSS = {"format": "mxfp4", "activation": "swigluoai", "limit": 7.0, "bias": True}
 
 
@@ -73,7 +74,8 @@ def steps_apart(a, b):
         (9, 192, 64, TILE, OSS),
         (20, 128, 128, TILE | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, TILE | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
-        (20, 64, 64, TILE | {"block": 16}, MEGAMOE),
+        (20, 64, 64, TILE | {"block": 16, "even": True}, MEGAMOE),
+        (20, 256, 128, CODES | {"warpgroups": 2, "tokens": 128}, OSS | {"act_group": 128}),
         (20, 320, 64, TILE | {"overlap": 2, "inputs": 256, "together": True}, OSS),
         (9, 64, 128, TILE | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
@@ -132,7 +134,65 @@ def test_scales_far_from_one_are_exact(rng):
     np.testing.assert_array_equal(found.view(np.int16), reference(args).view(np.int16))
 
 
+def test_codes_are_exact_where_powers_of_a_block_differ_by_up_to_14(rng):
+    """MXFP4 as E4M3 times the largest power of 128 x 128 weights."""
+    args = random_inputs(rng, 9, 2, 2, 256, 256, **MEGAMOE)
+    for name in ("w13_scale", "w2_scale"):
+        args[name] = jnp.asarray(rng.integers(110, 110 + _expert_codes.EXACT + 1, args[name].shape), jnp.uint8)
+    assert steps_apart(kernel(args, **CODES | {"inputs": 256}), reference(args)) < 1 / 100
+
+
 # ---------------------------------------------------------------- its parts
+@pytest.mark.parametrize("d", [0, 7, 14, 15, 18, 19])
+def test_codes_of_shared_memory_are_rounded_to_nearest(d):
+    codes = np.asarray(_expert_codes.table())[d].view("u1")
+    found = codes.view(jnp.float8_e4m3fn).astype(np.float64)
+    wanted = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (_expert_codes.LIFT - d)
+    if d <= _expert_codes.EXACT:
+        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, wanted.astype(jnp.float8_e4m3fn).astype(np.float64))
+    assert np.abs(found - wanted).max() <= 2.0**-10
+    assert found.any() == (d < 19)
+
+
+class Registers:
+    """The instructions that `_expert_codes` decodes with, on numbers."""
+
+    const = masked = staticmethod(lambda x, mask=0xFFFFFFFF: x & mask)
+    right = staticmethod(lambda x, n: (x >> n if n > 0 else x << -n) & 0xFFFFFFFF)
+    picked = staticmethod(lambda x, mask, more: x & mask | more)
+
+    @staticmethod
+    def permute(a, b, selector):
+        given = [*a.to_bytes(4, "little"), *b.to_bytes(4, "little")]
+        which = [selector >> 4 * i & 15 for i in range(4)]
+        return int.from_bytes([255 * (given[w & 7] >> 7) if w & 8 else given[w] for w in which], "little")
+
+
+def test_eight_codes_of_a_word_in_registers(rng):
+    registers: Any = Registers()
+    nibbles = rng.permutation(16)
+    for d in (0, 3, 14):
+        magnitudes = [int(x) & 0xFFFFFFFF for x in np.asarray(_expert_codes.table())[d]]
+        words = [sum(int(n) << 4 * i for i, n in enumerate(half)) for half in (nibbles[:8], nibbles[8:])]
+        found = [x for word in words for x in _expert_codes._Emitter.codes(registers, word, magnitudes)]
+        found = np.array(found, "<u4").view(jnp.float8_e4m3fn).astype(np.float64)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (_expert_codes.LIFT - d)
+        np.testing.assert_array_equal(found, np.where(nibbles < 8, 1, -1) * values[nibbles % 8])
+
+
+@pytest.mark.parametrize(("total", "blocks"), [(0, 4), (1, 4), (5, 4), (4112, 132), (4096, 132), (131, 132)])
+def test_thread_blocks_that_finish_together_take_every_tile_once(total, blocks):
+    taken = {}
+    for even in (False, True):
+        found = [[int(x) for x in _expert_rows.share(jnp.int32(total), blocks, me, even)] for me in range(blocks)]
+        taken[even] = [me + turn * taking for me, (count, taking) in enumerate(found) for turn in range(count)]
+        assert sorted(taken[even]) == [*range(total)]
+        assert max(count for count, _ in found) == -(-total // blocks)
+    counts = [count for count, _ in found if count]
+    assert not counts or len(counts) * max(counts) - total < max(counts)
+
+
 def test_the_order_of_inputs_is_the_same_on_both_sides(rng):
     codes = rng.integers(0, 16, (64, 128))
     words = jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4, jnp.uint8)
@@ -166,14 +226,15 @@ def test_tiles_that_multiply_the_fewest_rows():
 
 def test_the_configurations_are_legal_and_fit_the_path():
     for T in (1, 16, 64, 4096):
-        for format, group in (("mxfp4", None), ("mxfp4", 32), ("nvfp4", 128)):
+        for format, group in (("mxfp4", None), ("mxfp4", 32), ("mxfp4", 128), ("nvfp4", 128)):
             options: dict[str, Any] = {"format": format, "act_group": group}
             args = MECHANISM.prepare(**struct(T, 6, 256, 4096, 2048, **options))
             default, found = decoded.default_config(**args), list(decoded.configs(**args))
-            known = {name: args[name] for name in ("format", "act_group")}
+            known = {name: args[name] for name in ("format", "act_group", "ue8m0")}
             assert found
             assert all(legality.illegal(c, **known) is None for c in [default, *found])
-            assert default.eight == (T <= 64 and group == 32)
+            assert default.eight == (T <= 64 and format == "mxfp4" and group is not None)
+            assert any(c.codes for c in found) == (format == "mxfp4" and group is not None)
             assert (default.tokens, default.inputs) == ((112, 128) if T > 64 else (8, 256))
             assert default.together == (T > 64)
 
@@ -191,6 +252,11 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"stages": 17}, "stages must lie between 2 and 16, got 17"),
+        (
+            {"codes": True, "tokens": 64},
+            "codes needs 64 rows for each of 1 or 2 warpgroups in blocks of 8, got tokens=64, warpgroups=2 and block=8",
+        ),
+        (CODES | {"overlap": 2}, "codes needs overlap=1, got 2"),
     ],
 )
 def test_an_illegal_configuration_cannot_be_built(config, message):
@@ -202,6 +268,7 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
     ("config", "message"),
     [
         (TILE | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
+        (CODES, "codes needs mxfp4 weights, act_group and ue8m0=True, got mxfp4, None, True"),
         (
             {"tokens": 128, "warpgroups": 4, "stages": 8},
             "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448",
