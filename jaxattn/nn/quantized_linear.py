@@ -53,11 +53,12 @@ class QuantizedLinear(nnx.Module):
             in_features: M.
             out_features: F.
             format: one of `FORMATS`.
-            group: input features that share a scale, for gptq, gptq_v2, awq and marlin.
-            bits: width of codes, for gptq (2, 3, 4, 8) and marlin (4, 8).
+            group: input features that share a scale, for gptq, gptq_v2, awq, marlin and wna16.
+            bits: width of codes, for gptq (2, 3, 4, 8), marlin and wna16 (4, 8).
             ue8m0: fp8_block: scales are powers of two.
             use_bias: add one, in `dtype`.
-            dtype: of inputs and outputs, and of the scales of gptq, awq and marlin: bfloat16, float16 or float32.
+            dtype: of inputs and outputs, and of the scales of gptq, awq, marlin and wna16: bfloat16, float16 or
+                float32.
             implementation: handed to the ops.
 
         Raises:
@@ -100,12 +101,11 @@ class QuantizedLinear(nnx.Module):
 
         Raises:
             KeyError: a tensor is missing, or one has a name that the format does not know;
-            ValueError: a shape; TypeError: a dtype.
+            ValueError: a shape, or a codebook or size of blocks of bitsandbytes that the format does not have;
+            TypeError: a dtype.
         """
         given = {n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)}
-        for other, (name, convert) in (FORMATS[self.format].aliases or {}).items():
-            if other in given:
-                given[name] = convert(given.pop(other))
+        given = FORMATS[self.format].read(given)
         known = self.tensors
         takes = [*known, *([] if self.bias is None else ["bias"])]
         missing = [n for n, t in known.items() if t.required and n not in given]
@@ -158,6 +158,16 @@ class QuantizedLinear(nnx.Module):
         layer.load(made | ({} if linear.bias is None else {"bias": linear.bias[...]}))
         return layer
 
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "M F"]:
+        """W transposed, as numbers: what stored codes stand for, input features first.
+
+        Args:
+            dtype: of the result; None = the layer's.
+        """
+        arrays = {name: None if (v := getattr(self, name)) is None else v[...] for name in self.tensors}
+        wanted = self.options.dtype if dtype is None else jnp.dtype(dtype).name
+        return FORMATS[self.format].matrix(arrays, self.options, wanted)
+
     def __call__(self, x: Float[Array, "*B M"]) -> Float[Array, "*B F"]:
         """The product, in the layer's dtype.
 
@@ -170,8 +180,7 @@ class QuantizedLinear(nnx.Module):
             given = f"shape {tuple(x.shape)}" if _checks.is_array(x) else type(x).__name__
             raise ValueError(f"{_OP}: x must have {options.inputs} numbers along its last axis, got {given}")
         _checks.check_dtype(_OP, "x", x, (options.dtype,), "cast it to the layer's dtype")
-        stored = {name: getattr(self, name) for name in self.tensors}
-        arrays = {name: None if v is None else v[...] for name, v in stored.items()}
+        arrays = {name: None if (v := getattr(self, name)) is None else v[...] for name in self.tensors}
         rows = x.reshape(math.prod(x.shape[:-1]), options.inputs)
         y = FORMATS[self.format].apply(rows, arrays, options)
         if self.bias is not None:
