@@ -56,9 +56,10 @@ TINY = "parity/data/models/deepseek_v2_lite"
 def test_examples_of_quantized_layers_run(capsys):
     names: dict[str, Any] = {}
     exec("\n".join(examples("docs/quantized_linear.md")), names)
-    _, converted = capsys.readouterr().out.splitlines()
+    _, converted, packed = capsys.readouterr().out.splitlines()
     assert (names["y"].shape, set(names["layer"].tensors)) == ((4, 128), {"qweight", "qzeros", "scales"})
     assert converted == "{'0.down': 'gptq', '0.up': 'fp8_channel', '1.down': 'gptq'}"
+    assert packed == "{'0.down': None, '1.down': None}"
 
 
 def test_example_of_embeddings_runs(monkeypatch):

@@ -13,7 +13,7 @@ from jaxattn.ops.quantize_fp8 import quantize_fp8
 from jaxattn.ops.quantize_int8 import quantize_int8
 from jaxattn.ops.scaled_matmul import scaled_matmul
 from jaxattn.ops.weight_only_matmul import weight_only_matmul
-from jaxattn.quant import awq, fp8, gptq, int8, marlin, mx, nf4, nvfp4, weights, wna16
+from jaxattn.quant import awq, fp8, gptq, int8, marlin, mx, nf4, nvfp4, tiles, weights, wna16
 from jaxattn.quant import primitives as p
 
 BLOCK = 128
@@ -32,6 +32,8 @@ class Options:
     bits: int
     ue8m0: bool
     implementation: str | None
+    tiled: bool = False
+    """The tensors are those of `jaxattn.quant.tiles.pack`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Format:
     multiple_outputs: Callable[[Options], int] = lambda options: 1
     matrix: Callable[[Mapping[str, Array | None], Options, str], Float[Array, "M F"]]
     """The weight as numbers, input features first, in the named dtype."""
+    packs: tuple[Any, Mapping[str, str]] | None = None
+    """Weight-only formats: the op's name for it, and argument of the op -> tensor."""
     read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
     """Tensors under names of other tools -> under those of `tensors`."""
     derive: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda tensors: {}
@@ -144,32 +148,31 @@ def _int8_quantize(w, options: Options):
 
 # ---------------------------------------------------------------- weight only
 def _weight_only(format: Any, w: str, scales: str, **more: str) -> dict[str, Any]:
-    """`apply` and `matrix` of a weight-only format; `more` maps arguments of the op to tensors."""
+    """`apply`, `matrix` and `packs` of a weight-only format; `more` maps arguments of the op to tensors."""
+    arguments = {"w": w, "scales": scales, **more}
 
     def apply(x, t, options: Options):
         return weight_only_matmul(
             x,
-            t[w],
-            t[scales],
             format=format,
             bits=options.bits,
+            tiled=options.tiled,
             implementation=options.implementation,
-            **{name: t[tensor] for name, tensor in more.items()},
+            **{name: t[tensor] for name, tensor in arguments.items()},
         )
 
     def matrix(t, options: Options, dtype: str):
-        found = weights.dequantize(
-            t[w],
-            t[scales],
-            format,
+        dequantize = tiles.dequantize if options.tiled else weights.dequantize
+        found = dequantize(
+            format=format,
             M=options.inputs,
             dtype=options.dtype,
             bits=options.bits,
-            **{name: t[tensor] for name, tensor in more.items()},
+            **{name: t[tensor] for name, tensor in arguments.items()},
         )
         return found.astype(dtype)
 
-    return {"apply": apply, "matrix": matrix}
+    return {"apply": apply, "matrix": matrix, "packs": (format, arguments)}
 
 
 def _gptq_tensors(options: Options) -> dict[str, Tensor]:
