@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxattn import MECHANISMS, models
 from parity import captures
-from scripts import _tables, evidence, support_table, timing_table
+from scripts import _tables, evidence, support_table, timing_table, turboquant_quality
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = "print(y.dtype, bool(jnp.isfinite(y).all()))"
@@ -206,6 +206,12 @@ def test_a_stale_table_is_found_and_mended(copy, capsys, script, name, written, 
     assert script.main([], copy) == 0
     assert script.main(["--check"], copy) == 0
     assert page.read_text("utf-8") == (ROOT / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "3bit_nc"])
+def test_rows_of_the_quality_table_are_those_of_the_code(preset):
+    """The whole table takes longer: python scripts/turboquant_quality.py --check."""
+    assert turboquant_quality.row(preset, 64, False) in turboquant_quality.PAGE.read_text("utf-8").splitlines()
 
 
 def test_a_page_without_markers_raises(copy):
