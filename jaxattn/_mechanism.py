@@ -6,6 +6,7 @@ page. Tests, parity, benchmarks and reports loop over `jaxattn.registry.MECHANIS
 
 import difflib
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,13 @@ import jax
 import numpy as np
 
 from jaxattn import _checks
-from pallas_kernels import _tuned
+from pallas_kernels import _mosaic, _tuned
 
 REFERENCE = "reference"
 TRITON = "triton"
 """A name that every op knows, also where nobody wrote such a kernel."""
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, Callable]] = weakref.WeakKeyDictionary()
+"""Trace -> kernel, configuration and options -> the function that all such calls of the trace share."""
 
 type Args = dict[str, Any]
 
@@ -185,13 +188,18 @@ def _proven(kernel: Kernel, args: Args) -> bool:
 
 
 def _without_gradient(name: str, implementation: str, kernel: Kernel, config: Any, args: Args):
-    """Run an inference-only kernel so that differentiation raises instead of failing inside Pallas."""
+    """Run an inference-only kernel so that differentiation raises instead of failing inside Pallas.
+
+    Calls with equal options and shapes in one trace are one function of the compiled program: a model of many layers
+    lowers and compiles each kernel once.
+    """
     arrays = {k: v for k, v in args.items() if isinstance(v, jax.Array | np.ndarray)}
     static = {k: v for k, v in args.items() if k not in arrays}
+    kernel_call = _shared(kernel, config, static)
 
     @jax.custom_jvp
     def call(arrays):
-        return kernel.run(config=config, **arrays, **static)
+        return kernel_call(arrays)
 
     @call.defjvp
     def _(primals, tangents):
@@ -200,6 +208,19 @@ def _without_gradient(name: str, implementation: str, kernel: Kernel, config: An
         )
 
     return call(arrays)
+
+
+def _shared(kernel: Kernel, config: Any, static: Args) -> Callable[[Args], Any]:
+    """The kernel as a function of its arrays, one for all equal calls of a trace."""
+
+    def call(arrays):
+        return kernel.run(config=config, **arrays, **static)
+
+    trace = _mosaic.current_trace()
+    if trace is None or _mosaic.interpreting():
+        return call
+    key = kernel.run, repr(config), repr(sorted(static.items()))
+    return _traced.setdefault(trace, {}).setdefault(key, jax.jit(call))
 
 
 @dataclass(frozen=True, kw_only=True)

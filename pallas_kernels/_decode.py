@@ -12,7 +12,6 @@ the formats say: `(q - zero) * scale` to the dtype of the activations, once. `va
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,6 +55,9 @@ class Code:
     enough, and whoever takes the sums makes up for it."""
     book: tuple[float, ...] = ()
     """The sixteen numbers of kind "book"."""
+    in_place: bool = False
+    """Kind "u4" in float16: every other code is read where it stands, 16 times too large, instead of shifted: there are
+    ten bits of mantissa. The same numbers."""
 
     @property
     def words(self) -> int:
@@ -143,40 +145,68 @@ def values(code: Code, codes: jax.Array, scales: Any, zeros: Any, wide: Any = jn
 
 
 # ---------------------------------------------------------------- device code
-def multiply(
-    code: Code, acc: jax.Array, tiles: Sequence[tuple[Any, Any, Any, Any]], spare: Any, boxed: bool = False
+def start(
+    code: Code,
+    sums: jax.Array | None,
+    tile: tuple[Any, Any, Any, Any],
+    spare: Any,
+    boxed: bool = False,
+    over: jax.Array | None = None,
 ) -> jax.Array:
-    """`acc + W x.T` over some tiles, waited for at the end.
+    """Start `sums + W x.T` over a tile: two groups of instructions, to be `_inline.settle`d.
 
     Args:
-        code: how the tiles are stored.
-        acc: float32 [64, n] in the layout of wgmma.
-        tiles: of each the words (int32 [words / 256, 256]), scales ([groups, 64], pairs [2 * groups, 64]) or None, zero
-            points ([groups, 64]) or None, all in plain shared memory, and activations ([2, n, 64], see `_inline.span`).
+        code: how the tile is stored.
+        sums: float32 [64, n] in the layout of wgmma, settled or not; None = 0.
+        tile: the words (int32 [words / 256, 256]), scales ([groups, 64], pairs [2 * groups, 64]) or None, zero points
+            ([groups, 64]) or None, all in plain shared memory, and activations ([2, n, 64], see `_inline.span`).
+            Without scales the codes are multiplied as they are.
         spare: [2, 64, 64] in shared memory for the interpreter, else None.
         boxed: activations are [n, 128], see `_inline.spans`.
+        over: with `sums` None, a settled array that is used up by now, whose registers this one takes.
     """
-    n = acc.shape[1]
+    words, scales, zeros, x = tile
+    n = x.shape[0] if boxed else x.shape[1]
     if _mosaic.interpreting():
-        for words, scales, zeros, x in tiles:
-            halves = [x.at[:, pl.ds(half * HALF, HALF)] if boxed else x.at[half] for half in range(2)]
-            acc = acc + _interpreted(code, words, scales, zeros, halves, n, spare)
-        return acc
-    given = [[ref for ref in tile if ref is not None] for tile in tiles]
-    names = [i for i, ref in enumerate(tiles[0]) if ref is not None]
+        halves = [x.at[:, pl.ds(half * HALF, HALF)] if boxed else x.at[half] for half in range(2)]
+        product = _interpreted(code, words, scales, zeros, halves, n, spare)
+        return product if sums is None else sums + product
+    names = [i for i, ref in enumerate(tile) if ref is not None]
+    given, fresh = tuple(a for a in (sums, over) if a is not None), sums is None
 
-    def emit(context, acc, given):
+    def emit(context, *refs):
         del context
-        found = [dict(zip(names, refs, strict=True)) for refs in given]
-        parts = [tuple(refs.get(i) for i in range(3)) for refs in found]
-        halves = [[utils.memref_slice(refs[3], (0, half) if boxed else half) for half in range(2)] for refs in found]
-        return _Emitter(code).multiply(acc, [(*part, x) for part, x in zip(parts, halves, strict=True)], n)
+        acc, refs = refs[: len(given)], dict(zip(names, refs[len(given) :], strict=True))
+        halves = [utils.memref_slice(refs[3], (0, half) if boxed else half) for half in range(2)]
+        registers = _inline.registers(acc[0]) if given else []
+        words, scales, zeros = (refs.get(i) for i in range(3))
+        registers = _Emitter(code).started(registers, words, scales, zeros, halves, n, fresh)
+        return _inline.array(registers, n, jnp.float32)
 
     x_type = plgpu.RefType(_inline.spans(n) if boxed else _inline.span())
     types = [x_type if i == 3 else plgpu.RefType() for i in names]
-    out = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=_inline.WGMMA)
-    inline: Any = plgpu.inline_mgpu(arg_types=(_inline.WGMMA, [types] * len(tiles)), return_type=out)
-    return inline(emit)(acc, given)
+    out = plgpu.ShapeDtypeStruct((FEATURES, n), jnp.float32, layout=_inline.WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=(*(_inline.WGMMA for _ in given), *types), return_type=out)
+    return inline(emit)(*given, *(tile[i] for i in names))
+
+
+def row_scales(code: Code, ref: Any) -> jax.Array:
+    """The scales of a tile with one group, float32 [64] in the layout of wgmma's rows.
+
+    Args:
+        code: how the tile is stored; `scale` is "value", `groups` 1.
+        ref: [1, 64] in plain shared memory.
+    """
+    if _mosaic.interpreting():
+        return untiled_scales(ref[...].reshape(1, 1, -1), 1)[:, 0].astype(jnp.float32)
+
+    def emit(context, ref):
+        del context
+        return _Emitter(code).row_scales(ref)
+
+    out = plgpu.ShapeDtypeStruct((FEATURES,), jnp.float32, layout=_inline.ROW)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    return inline(emit)(ref)
 
 
 def _interpreted(code: Code, words, scales, zeros, x, n: int, spare):
@@ -255,7 +285,8 @@ class _Emitter:
         return llvm.inline_asm(self.i32, [a, b, selector], asm, "=r,r,r,r", asm_dialect=0, has_side_effects=False)
 
     def fma(self, a, b, c):
-        return fragments.mlir_math.fma(a, b, c)
+        """`a * b + c` of pairs, one instruction, rounded once; math.fma widens 16-bit numbers, seven instructions."""
+        return llvm.intr_fma(a, b, c)
 
     # ---- loads
     def load(self, ref, offset, size: int):
@@ -287,10 +318,27 @@ class _Emitter:
             out.append(tuple(halves) if pairs else halves[at % 4 // 2])
         return out
 
+    def row_scales(self, ref):
+        """Of a tile with one group, float32 by wgmma's rows."""
+        f32 = ir.F32Type.get()
+        row = self.right(self.masked(utils.thread_idx(), 127), 2)
+        wide = arith.extf(ir.VectorType.get((2,), f32), self.numbers(self.load(ref, self.right(row, -2), 4)[0]))
+        layout = fragments.WGMMA_ROW_LAYOUT
+        registers = np.empty(layout.registers_shape((FEATURES,)), object)
+        for half, i in enumerate(np.ndindex(registers.shape)):
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), f32), self.element(wide, half))
+        return _inline.mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
     # ---- codes
     def decoded(self, word, i: int, zero):
         """The i-th pair of numbers of a word, before the scale; exact."""
         kind = self.code.kind
+        if self.code.in_place:
+            plain, large = zero
+            y = self.right(word, 8 * (i // 2))
+            if i % 2 == 0:
+                return arith.subf(self.numbers(self.picked(y, 0x000F000F, 0x64006400)), plain)
+            return self.fma(self.numbers(self.picked(y, 0x00F000F0, 0x64006400)), self.both(2.0**-4), large)
         if kind == "u4":
             magic = 0x43004300 if self.bf16 else 0x64006400
             return arith.subf(self.numbers(self.picked(self.right(word, 4 * i), 0x000F000F, magic)), zero)
@@ -395,6 +443,11 @@ class _Emitter:
         if kind not in ("u4", "u8"):
             return None
         offset = base[kind, self.bf16]
+        if self.code.in_place:  # of codes as they are, and -(1024 / 16 + zero) of those 16 times too large
+            if zeros is None:
+                return self.both(offset + half), self.both(-64.0 - half)
+            numbers = self.group_numbers(zeros, False)
+            return [(arith.addf(z, self.both(offset)), arith.subf(self.both(-64.0), z)) for z in numbers]
         if zeros is None:
             return self.both(offset + half) if offset + half else None
         return [arith.addf(z, self.both(offset)) for z in self.group_numbers(zeros, False)]
@@ -408,25 +461,26 @@ class _Emitter:
         numbers = None if scales is None else self.group_numbers(scales, self.code.scale == "pair")
         return self.fragment(loaded, numbers, self.offsets(zeros))
 
-    def multiply(self, acc, tiles, n: int):
-        """`acc` plus the products of tiles (words, scales, zeros, x); one is decoded while another multiplies."""
-        sums = _inline.registers(acc)
-        for words, scales, zeros, x in tiles:
-            registers = self.fragments(words, scales, zeros)
-            for half in range(2):
-                sums = self.issue(sums, registers[8 * half : 8 * half + 8], x[half], n)
-        return _inline.array(_inline.wait(sums, 0, jnp.float32), n, jnp.float32)
+    def started(self, sums, words, scales, zeros, x, n: int, fresh: bool):
+        """`sums`, or with `fresh` 0 in their registers, plus the product of a tile, which is under way."""
+        registers = self.fragments(words, scales, zeros)
+        for half in range(2):
+            sums = self.issue(sums, registers[8 * half : 8 * half + 8], x[half], n, fresh and half == 0)
+        return sums
 
-    def issue(self, sums, registers, x, n: int):
+    def issue(self, sums, registers, x, n: int, fresh: bool = False):
         """Four instructions over 64 inputs; `registers` [8][2]."""
         base, step = _inline.descriptor(x, n, HALF)
-        name, count = ("bf16" if self.bf16 else "f16"), len(sums)
+        name, count = ("bf16" if self.bf16 else "f16"), n // 2
+        first = count + len(sums)
         acc = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-        lines = [".reg .pred p;", ".reg .b64 db;", "setp.eq.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
+        lines = [".reg .pred p;", ".reg .b64 db;", f"setp.{'ne' if fresh else 'eq'}.b32 p, 0, 0;"]
+        lines += ["wgmma.fence.sync.aligned;"]
         for k in range(4):
-            a = "{" + ", ".join(f"${2 * count + 4 * k + i}" for i in range(4)) + "}"
-            lines += [f"add.s64 db, ${2 * count + 16}, {step * k};"]
+            a = "{" + ", ".join(f"${first + 4 * k + i}" for i in range(4)) + "}"
+            lines += [f"add.s64 db, ${first + 16}, {step * k};"]
             lines += [f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {acc}, {a}, db, p, 1, 1, 0;"]
+            lines += ["setp.eq.b32 p, 0, 0;"] if fresh and k == 0 else []
         lines += ["wgmma.commit_group.sync.aligned;"]
         flat = [registers[2 * k + column][h] for k in range(4) for column in range(2) for h in range(2)]
         return _inline.assembly(lines, sums, count, [*((f, "r") for f in flat), (base, "l")], jnp.float32)

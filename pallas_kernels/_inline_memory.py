@@ -77,6 +77,59 @@ def load_column(ref: Any, column: jax.Array) -> jax.Array:
     return inline(emit)(ref, column)
 
 
+def load_rows(ref: Any, first: jax.Array) -> jax.Array:
+    """`ref[first : first + 64]` of 32-bit numbers [n] in global memory, a number per row in the layout of wgmma's rows.
+
+    Behind the last number it repeats, so that nobody needs to fill it up.
+    """
+    if _mosaic.interpreting():
+        return _repeated(ref, first, _ROWS)
+
+    def emit(context, ref, first):
+        del context
+        i32, kind = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
+        pointer, row = utils.memref_ptr(ref), arith.addi(first.registers.item(), _row())
+        layout = fragments.WGMMA_ROW_LAYOUT
+        registers = np.empty(layout.registers_shape((_ROWS,)), object)
+        for half, i in enumerate(np.ndindex(registers.shape)):
+            mine = arith.minsi(arith.addi(row, utils.c(8 * half, i32)), utils.c(last, i32))
+            value = llvm.load(kind, utils.getelementptr(pointer, [mine], kind))
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), kind), value)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+    last, signed = ref.shape[0] - 1, True if ref.dtype == jnp.int32 else None
+    out = plgpu.ShapeDtypeStruct((_ROWS,), ref.dtype, layout=ROW)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=out)
+    return inline(emit)(ref, jnp.asarray(first, jnp.int32))
+
+
+def load_line(ref: Any, first: jax.Array, count: int) -> jax.Array:
+    """`ref[first : first + count]`, likewise a number per column of wgmma's layout; `first` and the length are even."""
+    if _mosaic.interpreting():
+        return _repeated(ref, first, count)
+
+    def emit(context, ref, first):
+        del context
+        i32, kind = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
+        pointer, pair = utils.memref_ptr(ref), ir.VectorType.get((2,), kind)
+        column = arith.addi(first.registers.item(), bits(utils.thread_idx(), 0, 3, 1))
+        layout = fragments.WGMMA_COL_LAYOUT
+        registers = np.empty(layout.registers_shape((count,)), object)
+        for n, i in enumerate(np.ndindex(registers.shape)):
+            mine = arith.minsi(arith.addi(column, utils.c(8 * n, i32)), utils.c(last, i32))
+            registers[i] = llvm.load(pair, utils.getelementptr(pointer, [mine], kind), alignment=8)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+    last, signed = ref.shape[0] - 2, True if ref.dtype == jnp.int32 else None
+    out = plgpu.ShapeDtypeStruct((count,), ref.dtype, layout=WGMMA.reduce(0))
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=out)
+    return inline(emit)(ref, jnp.asarray(first, jnp.int32))
+
+
+def _repeated(ref: Any, first: jax.Array, count: int) -> jax.Array:
+    return ref[...][jnp.minimum(first + jnp.arange(count), ref.shape[0] - 1)]
+
+
 def load_bytes(ref: Any) -> jax.Array:
     """The 64 float32 numbers of uint8 [2, 128] in plain shared memory, one per row in the layout of wgmma's rows."""
     if _mosaic.interpreting():

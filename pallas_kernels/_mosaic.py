@@ -18,6 +18,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src import config as jax_config
+from jax._src import core as jax_core
 from jax._src import hardware_utils
 from jax._src.lib import cuda_path, cuda_versions
 from jax._src.lib.mlir.dialects import nvvm
@@ -113,6 +114,12 @@ def _races_found() -> bool:
 def interpreting() -> bool:
     """True inside `interpret()`; part of jit's cache key, so a traced function is never reused across the border."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def current_trace() -> Any:
+    """The trace that calls are recorded in, an object that can be referenced weakly; None outside of any."""
+    now = jax_core.trace_ctx.trace
+    return None if now is jax_core.eval_trace else now
 
 
 # ---------------------------------------------------------------- device code

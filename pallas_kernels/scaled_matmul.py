@@ -35,7 +35,6 @@ SCALES = 4
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 TILES = ((128, 128, 6), (128, 64, 8), (64, 64, 6), (64, 32, 8), (64, 16, 8))
 """Rows, features and stages by default, large tiles first."""
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -55,6 +54,13 @@ class Config:
     """Thread blocks side by side that share the activations: 1 or 2."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
+    early: bool = False
+    """With 64 rows: scales are fetched before they are needed, those of the results before the products."""
+    wide: bool = False
+    """With 64 rows: one copy for both blocks of the weight in a step."""
+    free: bool = False
+    """Copies are issued without the loading warpgroup meeting before each, and a thread block may end when its results
+    have left shared memory, before they are in global memory."""
 
     def __post_init__(self):
         choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2)}
@@ -65,6 +71,9 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
         if self.width < 1:
             raise ValueError(f"width must be at least 1, got {self.width}")
+        for name in ("early", "wide"):
+            if getattr(self, name) and not self.split:
+                raise ValueError(f"{name} needs rows=64, got rows={self.rows}")
 
     @property
     def split(self) -> bool:
@@ -202,6 +211,8 @@ def _illegal(x: _Plan) -> str | None:
     if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
         given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
         return f"{given} needs output features in multiples of {c.features * c.cluster}, got {x.together}"
+    if c.wide and (x.M % BLOCK or x.F % c.features):
+        return f"wide needs inputs and features in multiples of {BLOCK} and {c.features}, got {x.M} and {x.F}"
     if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
         given = f"rows={c.rows}, features={c.features}, stages={c.stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
@@ -217,9 +228,13 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     writers = 1 if c.split else 2
     scratch = {
         "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, BLOCK), x.a_dtype, transforms=tiles),
-        "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
+        "b_ring": plgpu.SMEM(
+            (c.stages, c.features, x.parts * BLOCK), x.b_dtype, transforms=_inline.spans(c.features, BLOCK)
+        )
+        if c.wide
+        else plgpu.SMEM((c.stages, x.parts, c.features, BLOCK), x.b_dtype, transforms=tiles),
         "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
-        "full": plgpu.Barrier(num_arrivals=2 * x.parts + x.blocks, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=x.parts + (1 if c.wide else x.parts) + x.blocks, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=c.stages),
@@ -243,16 +258,13 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
     if reason := _illegal(x):
         raise ValueError(f"scaled_matmul: {reason}")
     inputs = {"a": a, "b": b}
-    rows, columns = x.grid[0] * config.rows, x.grid[1] * config.features * config.cluster
-    if x.blocks:
-        inputs |= {"a_scale": _padded(a_scale, SCALES, axis=a_scale.ndim - 1), "b_scale": b_scale}
-    else:
-        inputs |= {"a_scale": _padded(a_scale, rows), "b_scale": _padded(b_scale, columns)}
+    if x.blocks and (missing := -a_scale.shape[-1] % SCALES):
+        a_scale = jnp.pad(a_scale, [(0, 0)] * (a_scale.ndim - 1) + [(0, missing)])
+    inputs |= {"a_scale": a_scale, "b_scale": b_scale}
     if azp is not None:
-        sums = jnp.sum(b, 1, dtype=i32) if b_sums is None else b_sums
-        inputs |= {"azp": _padded(azp, rows), "sums": _padded(sums, columns)}
+        inputs |= {"azp": azp, "sums": jnp.sum(b, 1, dtype=i32) if b_sums is None else b_sums}
     if bias is not None:
-        inputs["bias"] = _padded(bias.astype(f32), columns)
+        inputs["bias"] = bias.astype(f32)
 
     def body(*refs, **scratch):
         given = dict(zip((*inputs, "o"), refs, strict=True))
@@ -270,15 +282,8 @@ def scaled_matmul(*, config: Config, a, b, a_scale, b_scale, bias, azp, b_sums, 
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="scaled_matmul",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
     )(*inputs.values())
-
-
-def _padded(x, multiple: int, axis: int = 0):
-    """Zeros up to a multiple; one number stays one."""
-    missing = -x.shape[axis] % multiple
-    if (axis == 0 and x.size == 1 and multiple > 1) or not missing:
-        return x
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
 
 # ---------------------------------------------------------------- device code
@@ -309,15 +314,16 @@ def _block(x: _Plan, r: Any) -> None:
 
         def tile(turn, _):
             row, feature = origin(turn)
+            ready = [_factors(x, r, row, at) for at in _pieces(x, feature)] if c.early else None
             sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, feature)
             if c.split:
-                _add_up(x, r, turn, warpgroup, sums, row, feature)
+                _add_up(x, r, turn, warpgroup, sums, row, feature, ready)
             else:
                 first = row + warpgroup * (c.rows // 2)
                 _store(x, r, r.tile.at[warpgroup], sums, first, feature)
 
         lax.fori_loop(0, count, tile, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=c.free)
         if c.split:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(r.taken))
 
@@ -326,7 +332,7 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
     """Fetch the blocks of inputs of `count` tiles; what lies outside the operands becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.rows, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    rows = min(c.rows, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
 
     def tile(turn, _):
         row, feature = origin(turn)
@@ -337,9 +343,13 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
             slot = lax.rem(at, i32(c.stages))
             full = r.full.at[slot]
             pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+            if c.wide:
+                inputs = pl.ds(j * x.parts * BLOCK, x.parts * BLOCK)
+                plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot], full)
             for part in range(x.parts):
                 inputs = pl.ds((j * x.parts + part) * BLOCK, BLOCK)
-                plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
+                if not c.wide:
+                    plgpu.copy_gmem_to_smem(r.b.at[pl.ds(feature, c.features), inputs], r.b_ring.at[slot, part], full)
                 plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, pl.ds(0, rows)], full, **share)
             if x.blocks:
                 first = lax.div(j * x.parts, i32(SCALES)) * SCALES
@@ -349,6 +359,13 @@ def _load(x: _Plan, r: Any, count, origin) -> None:
         lax.fori_loop(0, x.steps, step, None)
 
     lax.fori_loop(0, count, tile, None)
+
+
+def _start(x: _Plan, r: Any, slot, part, rows, sums=None, over=None):
+    """Start the product of one block of inputs."""
+    wide = x.config.wide
+    b = r.b_ring.at[slot, :, pl.ds(part * BLOCK, BLOCK)] if wide else r.b_ring.at[slot, part]
+    return _inline.start(r.a_ring.at[slot, part, rows], b, sums, over, boxed=wide)
 
 
 def _rows(x: _Plan, warpgroup, wave: int):
@@ -400,8 +417,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
                 rows = _rows(x, warpgroup, wave)
                 column = lax.rem((j + i) * x.parts + part, i32(SCALES))
                 scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
-                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
-                started[i, wave] = scale, _inline.start(a, b, over=used.pop((i - 2, wave), None))
+                started[i, wave] = scale, _start(x, r, slot, part, rows, over=used.pop((i - 2, wave), None))
 
         def end(i, pending):
             for wave in range(x.waves):
@@ -420,7 +436,7 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
             plgpu.barrier_wait(r.full.at[slot])
             for wave in range(x.waves):
                 rows = _rows(x, warpgroup, wave)
-                product = _inline.start(r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0], over=product)
+                product = _start(x, r, slot, 0, rows, over=product)
                 scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
                 product = _inline.settle(product, 0)
                 if wave == x.waves - 1:
@@ -432,6 +448,9 @@ def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
 
     def steps(n, carry):
         sums, scales = carry
+        if c.early:
+            ahead = b_scales((n + 1) * TOGETHER, TOGETHER)
+            return multiply(n * TOGETHER, sums, scales), ahead
         return multiply(n * TOGETHER, sums, scales), b_scales((n + 1) * TOGETHER, TOGETHER)
 
     zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
@@ -457,9 +476,8 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
                 old = None if i % chain == 0 and not x.integer else running[wave]
                 if old is None and i > 0:
                     finished[i - 1, wave] = running[wave]
-                a, b = r.a_ring.at[slot, part, rows], r.b_ring.at[slot, part]
                 over = used.pop((i - chain - 1, wave), None) if old is None else None
-                running[wave] = _inline.start(a, b, old, over)
+                running[wave] = _start(x, r, slot, part, rows, old, over)
 
         def end(i, pending):
             if i + 1 < count and (i + 1) % chain:
@@ -486,7 +504,7 @@ def _sum_plain(x: _Plan, r: Any, turn, warpgroup, feature) -> tuple:
     return multiply(whole * TOGETHER, sums, rest) if rest else sums
 
 
-def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> None:
+def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature, ready: list | None) -> None:
     """The first warpgroup adds the second one's sums to its own and stores."""
 
     @pl.when(warpgroup == 1)
@@ -500,40 +518,48 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, row, feature) -> Non
         plgpu.barrier_wait(r.sent)
         both = sums[0] + plgpu.load(r.other, layout=_inline.WGMMA, optimized=False)
         plgpu.barrier_arrive(r.taken)
-        _store(x, r, r.tile.at[0], (both,), row, feature)
+        _store(x, r, r.tile.at[0], (both,), row, feature, ready)
 
 
-def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature) -> None:
+def _pieces(x: _Plan, feature) -> list:
+    """First features of the pieces of a tile."""
+    return [feature + column for column in range(0, x.config.features, x.piece)]
+
+
+def _store(x: _Plan, r: Any, tile: Any, sums: tuple, row, feature, ready: list | None = None) -> None:
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
-    for wave, column in itertools.product(range(len(sums)), range(0, x.config.features, x.piece)):
-        first, at = row + wave * 64, feature + column
-        value = _finished(x, r, sums[wave][:, column : column + x.piece], first, at)
+    for wave, (i, at) in itertools.product(range(len(sums)), enumerate(_pieces(x, feature))):
+        first = row + wave * 64
+        factors = _factors(x, r, first, at) if ready is None else ready[i]
+        value = _finished(x, factors, sums[wave][:, i * x.piece : (i + 1) * x.piece])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, r.o.at[pl.ds(first, 64), pl.ds(at, x.piece)])
 
 
-def _finished(x: _Plan, r: Any, value, row, feature):
+def _factors(x: _Plan, r: Any, row, feature) -> dict[str, tuple[jax.Array, int]]:
+    """What 64 rows of one piece are multiplied with or increased by, each with its dimension."""
+    rows, line = (
+        ("azp",) if x.blocks else ("azp", "a_scale"),
+        ("sums", "bias") if x.blocks else ("sums", "b_scale", "bias"),
+    )
+    given = [(name, getattr(r, name), d) for d, names in enumerate((rows, line)) for name in names]
+    loads = (
+        (lambda ref: _inline_memory.load_rows(ref, row)),
+        (lambda ref: _inline_memory.load_line(ref, feature, x.piece)),
+    )
+    return {name: (ref[0] if ref.shape[0] == 1 else loads[d](ref), d) for name, ref, d in given if ref is not None}
+
+
+def _finished(x: _Plan, factors: dict[str, tuple[jax.Array, int]], value):
     """`(value - azp * sums) * b_scale * a_scale + bias` of one piece, float32."""
-
-    def along_rows(ref):
-        if ref.shape[0] == 1:
-            return ref[0]
-        column = plgpu.load(ref.at[pl.ds(row, 64)], layout=_inline.ROW, optimized=False)
-        return lax.broadcast_in_dim(column, value.shape, [0])
-
-    def along_features(ref):
-        if ref.shape[0] == 1:
-            return ref[0]
-        line = plgpu.load(ref.at[pl.ds(feature, x.piece)], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(line, value.shape, [1])
-
-    if r.azp is not None:
-        value = value - along_rows(r.azp) * along_features(r.sums)
+    spread = {name: lax.broadcast_in_dim(v, value.shape, [d]) if v.ndim else v for name, (v, d) in factors.items()}
+    if "azp" in spread:
+        value = value - spread["azp"] * spread["sums"]
     value = value.astype(f32)
     if not x.blocks:
-        value = value * along_features(r.b_scale) * along_rows(r.a_scale)
-    if r.bias is not None:
-        value = value + along_features(r.bias)
+        value = value * spread["b_scale"] * spread["a_scale"]
+    if "bias" in spread:
+        value = value + spread["bias"]
     return value

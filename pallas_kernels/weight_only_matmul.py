@@ -26,6 +26,8 @@ WAYS = ((2, False, 1), (2, True, 1), (2, True, 2), (4, True, 1), (4, True, 2))
 """Configurations to try: warpgroups, split, deep."""
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """Registers of a thread that multiplies, given the warpgroups that do."""
+GROUPS = 2
+"""Groups of instructions that `_decode.start` starts."""
 PIECE = 64
 """Activation rows that leave together."""
 DTYPES = ("bfloat16", "float16")
@@ -54,6 +56,15 @@ class Config:
     """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
+    together: int = 1
+    """Slots whose products are written out in a row: a tile is decoded while the one before it multiplies."""
+    in_place: bool = False
+    """4-bit integers in float16: every other code is read without a shift."""
+    late: bool = False
+    """Scales of whole tiles multiply float32 sums of a tile, not the weight, which then is not rounded."""
+    free: bool = False
+    """Copies are issued without the loading warpgroup meeting before each, and a thread block may end when its results
+    have left shared memory, before they are in global memory."""
 
     def __post_init__(self):
         choices = {"tokens": TOKENS, "warpgroups": (1, 2, 3, 4), "deep": (1, 2), "cluster": (1, 2, 4)}
@@ -64,8 +75,9 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
         if self.boxed and self.cluster > 1:
             raise ValueError(f"boxed activations belong to one thread block, got cluster={self.cluster}")
-        if self.width < 1:
-            raise ValueError(f"width must be at least 1, got {self.width}")
+        for name in ("width", "together"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +178,10 @@ def why_not_config(x: _Plan) -> str | None:
     if c.boxed and (x.M % HALF or (c.tokens < x.N and x.N % c.tokens)):
         need = f"input features in multiples of {HALF} and up to {c.tokens} rows or a multiple"
         return f"boxed needs {need}, got {x.M} and {x.N}"
+    if c.in_place and (x.code.kind, x.code.dtype) != ("u4", jnp.float16):
+        return f"in_place needs 4-bit integers and float16, got {x.code.kind} and {x.code.dtype}"
+    if c.late and (x.code.scale, x.code.groups) != ("value", 1):
+        return f"late needs one scale for {INPUTS} inputs, got {x.code.groups} (stored as {x.code.scale})"
     if c.cluster > 1 and x.F % (multiple := FEATURES * x.columns * c.cluster):
         return f"cluster={c.cluster} needs output features in multiples of {multiple}, got {x.F}"
     scratch = _scratch(dataclasses.replace(x, interpreted=False))
@@ -221,7 +237,7 @@ def product(*, config: Config, code: _decode.Code, x, w, scales, zeros, channel,
     Raises:
         ValueError: `config` does not fit these shapes.
     """
-    plan = _plan(config, x=x, w=w, code=code)
+    plan = _plan(config, x=x, w=w, code=dataclasses.replace(code, in_place=config.in_place))
     if reason := why_not_config(plan):
         raise ValueError(f"weight_only_matmul: {reason}")
     inputs = {"x": x, "w": w.reshape(*w.shape[:2], -1, 256)}
@@ -246,6 +262,7 @@ def product(*, config: Config, code: _decode.Code, x, w, scales, zeros, channel,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="weight_only_matmul",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
     )(*inputs.values())
 
 
@@ -285,7 +302,7 @@ def _block(x: _Plan, r: Any) -> None:
                 _store(x, r, r.tile.at[warpgroup], sums, token, column + warpgroup)
 
         lax.fori_loop(0, count, tile, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=c.free)
         if c.split and c.warpgroups > 1:
             pl.when(warpgroup > 0)(lambda: plgpu.barrier_wait(r.taken))
 
@@ -294,7 +311,7 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     """Fetch one tile's weight and activations; what lies outside becomes zero."""
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    rows = min(c.tokens, x.N)  # TMA is slow outside; what it leaves alone ends in rows that nobody stores
+    rows = min(c.tokens, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
     columns = pl.ds(column, x.columns)
 
     def step(j, _):
@@ -324,22 +341,51 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
     column, part = (0, warpgroup) if c.split else (warpgroup, 0)
     spare = None if r.spare is None else r.spare.at[warpgroup]
 
-    def step(j, sums):
-        slot = lax.rem(turn * x.steps + j, i32(c.stages))
-        plgpu.barrier_wait(r.full.at[slot])
-        tiles = []
-        for i in range(c.deep):
-            at = part * c.deep + i
-            w, s, z = (None if ring is None else ring.at[slot, column, at] for ring in (r.w_ring, r.s_ring, r.z_ring))
-            y = r.x_ring.at[slot, :, pl.ds(at * INPUTS, INPUTS)] if c.boxed else r.x_ring.at[slot, pl.ds(2 * at, 2)]
-            tiles.append((w, s, z, y))
-        sums = _decode.multiply(x.code, sums, tiles, spare, boxed=c.boxed)
+    def tile(slot, i):
+        at = part * c.deep + i
+        w, s, z = (None if ring is None else ring.at[slot, column, at] for ring in (r.w_ring, r.s_ring, r.z_ring))
+        y = r.x_ring.at[slot, :, pl.ds(at * INPUTS, INPUTS)] if c.boxed else r.x_ring.at[slot, pl.ds(2 * at, 2)]
+        return w, s, z, y
+
+    def release(slot):
         _inline.release_reads()
         plgpu.barrier_arrive(r.empty.at[slot])
+
+    def multiply(first, count, sums):
+        """The tiles of `count` slots, each started before the one before it is waited for."""
+        slots = [lax.rem(turn * x.steps + first + n, i32(c.stages)) for n in range(count)]
+        last, waiting, over = (count - 1, c.deep - 1), None, None
+        for at in itertools.product(range(count), range(c.deep)):
+            slot = slots[at[0]]
+            if at[1] == 0:
+                plgpu.barrier_wait(r.full.at[slot])
+            w, s, z, y = tile(slot, at[1])
+            if c.late:
+                scale = _decode.row_scales(x.code, s)
+                product = _decode.start(x.code, None, (w, None, z, y), spare, c.boxed, over)
+                if waiting is not None:
+                    sums, over = add(sums, waiting, GROUPS)
+                waiting = scale, product
+            else:
+                sums = _decode.start(x.code, sums, (w, s, z, y), spare, c.boxed)
+            if at == last:
+                sums = add(sums, waiting, 0)[0] if c.late else _inline.settle(sums, 0)
+            elif at[0] and at[1] == 0 and not c.late:
+                plgpu.wgmma_wait(GROUPS)
+            if at[0] and at[1] == 0:  # the tile before was the last of its slot
+                release(slots[at[0] - 1])
+        release(slots[-1])
         return sums
 
+    def add(sums, waiting, pending):
+        scale, product = waiting
+        product = _inline.settle(product, pending)
+        return _inline.add_scaled(sums, scale, product), product
+
     zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
-    return lax.fori_loop(0, x.steps, step, zero)
+    whole, rest = divmod(x.steps, c.together)
+    sums = lax.fori_loop(0, whole, lambda n, sums: multiply(n * c.together, c.together, sums), zero)
+    return multiply(whole * c.together, rest, sums) if rest else sums
 
 
 def _add_up(x: _Plan, r: Any, turn, warpgroup, sums, token, column) -> None:

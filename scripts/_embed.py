@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -71,21 +72,30 @@ def parse(argv: Sequence[str] | None, description: str) -> tuple[EngineOptions, 
     for cls in (EngineOptions, ScriptOptions):
         group = parser.add_argument_group(cls.__name__, (cls.__doc__ or "").rstrip("."))
         known += [name for field in dataclasses.fields(cls) for name in _add(group, cls, field)]
+    words = sys.argv[1:] if argv is None else list(argv)
+    # first: a required option that is misspelt is unknown, not missing
+    _check_known([word for word in words if word.startswith("--")], [*known, "--help"])
     try:
-        found, unknown = parser.parse_known_args(argv)
+        found, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as e:
         raise UsageError(str(e)) from e
     except SystemExit as e:
         if e.code:
             raise UsageError("see --help") from e
         raise
-    for name in unknown:
-        near = difflib.get_close_matches(name.partition("=")[0], known, 1, 0)
-        raise UsageError(f"unknown option {name!r}; did you mean {near[0]}?")
+    _check_known(unknown, known)
     return tuple(
         cls(**{f.name: getattr(found, f.name) for f in dataclasses.fields(cls)})
         for cls in (EngineOptions, ScriptOptions)
     )  # type: ignore[return-value]
+
+
+def _check_known(words: Sequence[str], known: Sequence[str]) -> None:
+    for word in words:
+        name = word.partition("=")[0]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0)
+            raise UsageError(f"unknown option {word!r}; did you mean {near[0]}?")
 
 
 def _add(group: Any, cls: type, field: dataclasses.Field) -> list[str]:

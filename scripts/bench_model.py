@@ -1,18 +1,19 @@
-"""Time a DeepSeek-V4 decoder layer and a stack of layers with random weights: prefill, decode, parts, memory.
+"""Time a DeepSeek-V4 decoder layer and a stack of layers with random weights: steps, parts, peers, memory.
 
-python scripts/bench_model.py [--size flash|tiny] [--what layer|stack]... [--prefill 4096] [--batch 64] [--peer vllm] \
-    --out FILE
+python scripts/bench_model.py [--size flash|tiny] [--what layer|stack]... [--phase prefill|decode]... \
+    [--piece steps|parts|peers]... [--prefill 4096] [--batch 64] [--peer vllm] [--limit SECONDS] --out FILE
 
-Adds one JSON line for each model, phase and part to FILE: the whole step first, then its parts alone, on the same rows.
-With --peer, a part's line also has the mechanisms that it calls, each timed alone beside the library's kernels on the
-same arguments in this process, and their sums. A decode step runs with transfers forbidden, compiled for one set of
-shapes; memory is what the compiled step needs, and what the process holds by the device's count, against the bytes of
-weights and caches. On a GPU, a whole step is on the wall clock, parts and mechanisms are the sums of their kernels by
-CUPTI. Exit code: 0 all is well, 1 a check failed (said on stderr; the line is there).
+Adds a JSON line to FILE as soon as something is measured, in this order: every whole step; the parts of a step, each
+alone on as many rows, and their sums for each model; with --peer, the mechanisms that the parts call, each alone
+beside the library's kernels on the same arguments in this process, and the sums of those. So whatever stops a run, and
+--limit does so in an orderly way, the lines before are there. A decode step runs with transfers forbidden, compiled for
+one set of shapes; memory is what the compiled step needs, and what the process holds by the device's count, against the
+bytes of weights and caches. On a GPU, a whole step is on the wall clock, parts and mechanisms are the sums of their
+kernels by CUPTI. Exit code: 0 all is well, 1 a check failed or something was left out (said on stderr).
 """
 
 import argparse
-import dataclasses
+import concurrent.futures
 import gc
 import json
 import sys
@@ -26,163 +27,213 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from flax import nnx  # noqa: E402
 
-from jaxattn.models import DeepseekV4Config, DeepseekV4ForCausalLM, generation  # noqa: E402
-from jaxattn.models.config import Rope  # noqa: E402
-from jaxattn.models.sampling import Sampling  # noqa: E402
-from jaxattn.nn.moe import MoEConfig  # noqa: E402
-from jaxattn.ops.rms_norm_quant import rms_norm_quant  # noqa: E402
 from pallas_kernels import _aot  # noqa: E402
 from scripts import bench  # noqa: E402
+from scripts._bench import contest, peers, timing, v4  # noqa: E402
 from scripts._bench import parts as mechanisms  # noqa: E402
-from scripts._bench import peers, timing  # noqa: E402
 
 MEMORY = 1.05
-"""A step may need so many times the bytes of weights and caches."""
-GROUP, ROOM = 20, 64
-"""Most steps between two looks at the clock, and tokens that a request has room for behind its context."""
-STACKS = {"layer": (4,), "stack": (1, 4, 128, 4)}
-SIZES: dict[str, dict[str, Any]] = {
-    "flash": {
-        "model": {"vocab_size": 129280, "features": 4096, "heads": 64, "q_rank": 1024, "groups": 8, "o_rank": 1024},
-        "attention": {"window": 128, "index_heads": 64, "index_dim": 128, "index_topk": 512},
-        "experts": {"features": 4096, "experts": 256, "width": 2048, "top_k": 6, "shared_width": 2048},
-    },
-    "tiny": {
-        "model": {"vocab_size": 64, "features": 128, "heads": 4, "q_rank": 128, "groups": 2, "o_rank": 128},
-        "attention": {"window": 16, "index_heads": 4, "index_dim": 128, "index_topk": 8},
-        "experts": {"features": 128, "experts": 8, "width": 128, "top_k": 2, "shared_width": 128},
-    },
-}
+"""A decode step may need so many times the bytes of weights and caches."""
+GROUP = 20
+"""Most steps between two looks at the clock."""
+PIECES, PHASES = ("steps", "parts", "peers"), ("prefill", "decode")
+
+type Line = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A piece of a step: a function of arrays."""
-
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    carried: int | None = None
-    """Place of the argument that is updated."""
-
-    def compiled(self) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """(launch, wait) of one compiled call; what is updated is donated and goes into the next call."""
-        split = [nnx.split(x) if isinstance(x, nnx.Module) else (None, x) for x in self.args]
-        states = [state for _, state in split]
-
-        def run(carried, states):
-            states = [carried if i == self.carried else x for i, x in enumerate(states)]
-            args = [x if d is None else nnx.merge(d, x) for (d, _), x in zip(split, states, strict=True)]
-            out = self.function(*args)
-            return out, None if self.carried is None else nnx.state(args[self.carried])
-
-        step, last = jax.jit(run, donate_argnums=0), [None]
-        kept = [None if self.carried is None else jax.tree.map(jnp.copy, states[self.carried])]
-        rest = [None if i == self.carried else x for i, x in enumerate(states)]
-
-        def launch():
-            last[0], kept[0] = step(kept[0], rest)
-            return last[0]
-
-        return launch, lambda: timing.wait_for((last[0], kept[0]))
+class OutOfTime(Exception):
+    """The limit of the run is reached."""
 
 
-def config(size: str, ratios: tuple[int, ...], chunk: int, positions: int) -> DeepseekV4Config:
-    """A model in V4's proportions: FP8 linears, MXFP4 experts, FP8 caches, no MTP block."""
-    s = SIZES[size]
-    moe = MoEConfig(
-        **s["experts"],
-        scoring="sqrtsoftplus",
-        correction_bias=True,
-        scaling=1.5,
-        limit=10.0,
-        format="mxfp4",
-        act_group=32,
-        weight_on="activation",
-    )
-    rope = {"dim": 64, "length": positions, "mscale": 0.0, "mscale_all_dim": 0.0}
-    stretched = Rope(**rope, theta=160000.0, factor=16.0, original=65536)
-    return DeepseekV4Config(
-        **s["model"],
-        **s["attention"],
-        ratios=ratios,
-        mtp_blocks=0,
-        moe=(moe,) * len(ratios),
-        window_rope=Rope(**rope),
-        rope=stretched,
-        linear_format="fp8_block",
-        output_format="fp8_block",
-        chunk=chunk,
-    )
+class Run:
+    """The lines of one run of this script."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Nothing is made yet."""
+        self.args, self.begin = args, time.perf_counter()
+        self.whats, self.phases = (tuple(dict.fromkeys(x)) for x in (args.what or v4.STACKS, args.phase or PHASES))
+        self.pieces = tuple(args.piece or (PIECES if args.peer else PIECES[:2]))
+        largest = max(self.whats, key=lambda what: len(v4.STACKS[what]))
+        self.whats = (*(x for x in self.whats if x != largest), largest)  # whose model the parts are taken from
+
+    def left(self) -> float | None:
+        """Seconds until the limit.
+
+        Raises:
+            OutOfTime: there are none.
+        """
+        if self.args.limit is None:
+            return None
+        left = self.args.limit - (time.perf_counter() - self.begin)
+        if left <= 0:
+            raise OutOfTime
+        return left
+
+    def step(self, what: str, phase: str) -> v4.Step:
+        """Sizes of a step."""
+        a = self.args
+        if phase == "prefill":
+            return v4.Step(what, phase, 1, a.prefill, a.prefill)
+        return v4.Step(what, phase, a.batch, a.batch, a.context)
+
+    def base(self, step: v4.Step) -> Line:
+        """What every line of a step says."""
+        sizes = {"rows": step.rows, "context": step.context}
+        return {"model": "deepseek_v4", "size": self.args.size, "phase": step.phase} | sizes
+
+    def lines(self) -> Iterator[Line]:
+        """All lines.
+
+        Raises:
+            OutOfTime: before something is begun that the limit leaves no time for.
+        """
+        model = None
+        for what in self.whats:
+            if "steps" not in self.pieces and what != self.whats[-1]:
+                continue
+            model, before = None, in_use()
+            steps = [self.step(what, phase) for phase in self.phases]
+            positions = max(step.capacity for step in steps)
+            model = v4.make(v4.config(self.args.size, v4.STACKS[what], max(x.rows for x in steps), positions))
+            if "steps" in self.pieces:
+                yield from self.steps(model, steps, before)
+        if "parts" in self.pieces:
+            yield from self.parts(model)
+        if "peers" in self.pieces:
+            yield from self.peers(model)
+
+    def prepared_parts(self, model: Any, phase: str) -> tuple[v4.Step, list[v4.Part]]:
+        """The pieces of a step of the largest model."""
+        step = self.step(self.whats[-1], phase)
+        v4.set_chunk(model, step.rows)
+        cache, tables = model.make_cache(step.requests, step.capacity)
+        lengths = jnp.full(step.requests, step.context, jnp.int32)
+        start = jnp.arange(step.requests + 1, dtype=jnp.int32) * (step.rows // step.requests)
+        return step, list(v4.parts(model, cache, tables, lengths, start, step.rows))
+
+    def steps(self, model: Any, steps: Sequence[v4.Step], before: int | None) -> Iterator[Line]:
+        """A line for each whole step; `before` = bytes in use before the model was made."""
+        self.left()
+        compiled = self.compile([v4.Ready(model, step).lower() for step in steps])
+        for step, program in zip(steps, compiled, strict=True):
+            self.left()
+            yield from self.whole(v4.Ready(model, step), program, before)
+
+    def compile(self, lowered: Sequence[Any]) -> list[Any]:
+        """All programs, compiled side by side; nothing is measured meanwhile."""
+        begin = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            done = list(pool.map(lambda x: x.compile(), lowered))
+        contest.say(f"  compiled {len(done)} programs in {time.perf_counter() - begin:.1f} s")
+        return done
+
+    def whole(self, ready: v4.Ready, compiled: Any, before: int | None) -> Iterator[Line]:
+        """The line of a whole step, and of its kernels if they are asked for."""
+        step, weights, cache = ready.step, bytes_of(ready.runner.weights), bytes_of(ready.runner.pages)
+        problems: list[str] = []
+        kept: list[Any] = [None]
+
+        def again():  # the steps of a group must find room in the caches
+            kept[0] = jax.block_until_ready(ready.state())
+
+        def decode():
+            kept[0] = ready.advance(compiled, kept[0])
+            return kept[0].lengths
+
+        def prefill():
+            return ready.advance(compiled, ready.state()).lengths
+
+        launch, restart = (prefill, lambda: None) if step.phase == "prefill" else (decode, again)
+        if step.phase == "decode":
+            again()
+            decode()
+            try:
+                with jax.transfer_guard("disallow"):
+                    for _ in range(4):
+                        decode()
+            except Exception as e:
+                problems.append(f"a decode step waits for the host, or does not fit the step before: {e}")
+        with timing.turn():
+            taken = times(launch, self.args.rounds, restart)
+        found = {"a step needs": step_memory(compiled), "the process holds": _difference(in_use(), before)}
+        ratios = {said: used / (weights + cache) for said, used in found.items() if used is not None}
+        for said, ratio in ratios.items():
+            if ratio > MEMORY and step.phase == "decode" and self.args.size != "tiny":
+                problems.append(f"{said} {ratio:.3f} of the bytes of weights and caches")
+        base = self.base(step) | {"what": step.what, "weights_bytes": weights, "cache_bytes": cache}
+        base |= {"step_bytes": found["a step needs"], "held_bytes": found["the process holds"]}
+        base["memory_ratio"] = max(ratios.values(), default=None)
+        per_second = step.rows / (taken.median * 1e-6)
+        yield base | _line("whole", taken) | {"tokens_s": per_second, "problems": problems}
+        if self.args.kernels:
+            seen: dict[str, float] = {}
+            for name, us in _aot.kernel_times(lambda: jax.block_until_ready(launch())):
+                seen[name] = seen.get(name, 0.0) + us
+            top = sorted(seen.items(), key=lambda item: -item[1])[:20]
+            yield base | {"part": "kernels", "us": sum(seen.values()), "kernels": dict(top)}
+
+    def parts(self, model: Any) -> Iterator[Line]:
+        """A line for each part of a step, how often each model has it, and for each model the sum."""
+        self.left()
+        prepared = []
+        for phase in self.phases:
+            step, pieces = self.prepared_parts(model, phase)
+            prepared += [(step, part, *part.prepared()) for part in pieces]
+        compiled = self.compile([lowered for _, _, lowered, _ in prepared])
+        sums: dict[tuple[str, v4.Step], float] = {}
+        for (step, part, _, runs), program in zip(prepared, compiled, strict=True):
+            self.left()
+            taken = timing.compare({"part": runs(program)}, mechanisms.timer(), self.args.rounds)["part"]
+            counts = self.counts(part)
+            yield self.base(step) | _line(part.name, taken) | {"count": counts}
+            for what, count in counts.items():
+                sums[what, step] = sums.get((what, step), 0.0) + count * taken.median
+        for (what, step), us in sums.items():
+            yield self.base(step) | {"what": what, "part": "sum of parts", "us": us}
+
+    def counts(self, part: v4.Part) -> dict[str, int]:
+        """How often each model has a part."""
+        return {what: part.count(v4.STACKS[what]) for what in self.whats}
+
+    def peers(self, model: Any) -> Iterator[Line]:
+        """A line for each mechanism that a part calls, beside its peers, and for each model the sums."""
+        self.left()
+        why_not = install(self.args.peer)
+        for phase in self.phases:
+            sums: dict[str, list[Line]] = {what: [] for what in self.whats}
+            step, pieces = self.prepared_parts(model, phase)
+            known: dict[str, Line] = {}
+            for part in pieces:
+                calls = mechanisms.calls(part.function, *part.args)
+                for call in calls:
+                    left = self.left()
+                    if call.key not in known:
+                        limit = min(x for x in (self.args.peer_limit, left) if x is not None)
+                        known[call.key] = mechanisms.line(
+                            call, self.args.peer, mechanisms.timer(), self.args.rounds, limit, why_not
+                        )
+                    op = known[call.key] | {"calls": call.count}
+                    yield self.base(step) | {"part": part.name, "count": self.counts(part)} | op
+                    for what, count in self.counts(part).items():
+                        sums[what].append(op | {"calls": count * call.count})
+            for what, ops in sums.items():
+                yield self.base(step) | {"what": what, "part": "sum of mechanisms"} | mechanisms.summed(ops)
 
 
-def make(config: DeepseekV4Config, seed: int = 0) -> DeepseekV4ForCausalLM:
-    """The model with random numbers of a sensible size, made one variable at a time on the device."""
+def install(libraries: Sequence[str]) -> dict[str, str]:
+    """Import what the peers need, once: library -> why it cannot be had."""
+    if "vllm" not in libraries:
+        return {}
+    from scripts._bench.peers import _torch
 
-    def empty():
-        return DeepseekV4ForCausalLM(config, rngs=nnx.Rngs(0))
-
-    model = nnx.eval_shape(empty)
-    tables = jax.jit(lambda: [rope.table() for rope in (config.window_rope, config.rope)])()
-    by_ratio = {layer.attn.ratio > 1: layer.attn.table for layer in model.layers}
-    for compressed, variable in by_ratio.items():
-        variable.set_value(tables[int(compressed)])
-    key = jax.random.key(seed)
-    for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(model))):
-        if path[-1] != "table":
-            variable.set_value(_fill(jax.random.fold_in(key, i), str(path[-1]), variable.shape, variable.dtype))
-    return model
-
-
-def _fill(key, name: str, shape: tuple[int, ...], dtype) -> jax.Array:
-    """Numbers of one variable: rows of matrices have norm 1 or so, norms and scales are 1, biases 0."""
-    return _filled(key, name, tuple(shape), jnp.dtype(dtype).name)
-
-
-@jax.jit(static_argnums=(1, 2, 3))
-def _filled(key, name, shape, dtype):
-    if dtype == "uint8":
-        # E2M1 codes of random bits have a root mean square of 2.9
-        return jnp.full(shape, 119, dtype) if name.endswith("scale") else jax.random.bits(key, shape, dtype)
-    if name in ("weight_scale_inv", "wo_a_scale"):
-        return jnp.full(shape, 2.0**-6, dtype)
-    if dtype == "float8_e4m3fn" or len(shape) > 1:
-        inputs = shape[0] if name in ("kernel", "wkv", "wgate") else shape[-1]
-        width = 1.0 if dtype == "float8_e4m3fn" or name == "embedding" else inputs**-0.5
-        return (jax.random.normal(key, shape) * width).astype(dtype)
-    return jnp.zeros(shape, dtype) if name in ("correction_bias", "attn_sink", "base") else jnp.ones(shape, dtype)
-
-
-def parts(model: DeepseekV4ForCausalLM, cache: Any, tables: Any, lengths: Any, start: Any, rows: int) -> Iterator[Part]:
-    """The pieces of a step of `rows` rows: each layer's attention, and of the first, for all are alike, the others."""
-    M, C = model.config.features, model.config.streams
-    x = jax.random.normal(jax.random.key(1), (rows, M)).astype(jnp.bfloat16)
-    streams = jnp.broadcast_to(x[:, None], (rows, C, M))
-    eps = model.config.eps
-
-    def attention(layer, pages, x, tables, lengths, start):
-        batch = model.make_batch(tables, lengths, start, tokens=rows)
-        return layer.attn(rms_norm_quant(x, layer.attn_norm[...], eps=eps), pages, batch[pages.ratio])
-
-    def experts(layer, x):
-        return layer.ffn(rms_norm_quant(x, layer.ffn_norm[...], eps=eps))
-
-    def hyper(layer, streams, y):
-        x, post, comb = layer.attn_hc.pre(streams)
-        x, post, comb, streams = layer.ffn_hc.pre(streams, y=y, post=post, comb=comb)
-        return layer.ffn_hc.post(streams, x, post, comb)
-
-    def logits(model, streams):
-        return model.logits(streams)
-
-    for i, (layer, pages) in enumerate(zip(model.layers, cache.layers, strict=True)):
-        yield Part(f"layers.{i}.attn ratio {pages.ratio}", attention, (layer, pages, x, tables, lengths, start), 1)
-    yield Part("layers.0.ffn", experts, (model.layers[0], x))
-    yield Part("layers.0 hyper-connections", hyper, (model.layers[0], streams, x))
-    yield Part("logits", logits, (model, streams[: len(lengths)]))
+    begin = time.perf_counter()
+    try:
+        _torch.install()
+    except Exception as e:
+        return {"vllm": f"cannot be imported: {type(e).__name__}: {e}"}
+    contest.say(f"  imported vLLM in {time.perf_counter() - begin:.1f} s")
+    return {}
 
 
 def times(launch: Callable[[], Any], rounds: int, restart: Callable[[], None] = lambda: None) -> timing.Times:
@@ -204,18 +255,6 @@ def times(launch: Callable[[], Any], rounds: int, restart: Callable[[], None] = 
         jax.block_until_ready(out)
         found.append((time.perf_counter() - begin) / group * 1e6)
     return timing.summary(found)
-
-
-def compile_step(step: Any, runner: generation.Runner, state: generation.State, more: tuple[Any, ...]) -> Any:
-    """A step of `generation` for these arrays alone: the program that is timed, and whose memory is known."""
-    args = (runner.definition, runner.weights, runner.pages, runner.tables, state, *more)
-    return step.lower(*args).compile()
-
-
-def advance(runner: generation.Runner, compiled: Any, state: generation.State, more: tuple[Any, ...]) -> Any:
-    """Run a compiled step; `state` is used up."""
-    runner.pages, state = compiled(runner.weights, runner.pages, runner.tables, state, *more)
-    return state
 
 
 def bytes_of(tree: Any) -> int:
@@ -241,115 +280,58 @@ def _difference(after: int | None, before: int | None) -> int | None:
     return None if after is None or before is None else after - before
 
 
-def phase_lines(args: argparse.Namespace, what: str, phase: str) -> Iterator[dict[str, Any]]:
-    """Lines of one model in one phase: prefill of one request, or a decode step of a batch."""
-    requests, rows = (1, args.prefill) if phase == "prefill" else (args.batch, args.batch)
-    context = args.prefill if phase == "prefill" else args.context
-    capacity, before = context + ROOM, in_use()
-    model = make(config(args.size, STACKS[what], max(rows, 64), capacity))
-    how: dict[str, Any] = {"how": Sampling(), "stops": jnp.zeros(0, jnp.int32)}
-    runner = generation.Runner(model, requests, capacity, **how)
-    weights, cache = bytes_of(runner.weights), bytes_of(runner.pages)
-    sequences = np.random.default_rng(0).integers(0, model.config.vocab_size, (requests, capacity), np.int32)
-    base = {"model": "deepseek_v4", "size": args.size, "what": what, "phase": phase, "rows": rows, "context": context}
-    base |= {"weights_bytes": weights, "cache_bytes": cache}
-
-    def state(lengths: int) -> generation.State:
-        full = jnp.full(requests, lengths, jnp.int32)
-        return generation.State(jnp.asarray(sequences), full, full + 10**6, jnp.zeros(requests, bool))
-
-    problems: list[str] = []
-    if phase == "prefill":
-        chunk = next(generation._chunks(sequences, np.array([context], np.int32), rows))
-        more = (runner.key, runner.stops, *map(jnp.asarray, chunk))
-        compiled = compile_step(generation._prefill, runner, state(context), more)
-
-        def prefill():
-            return advance(runner, compiled, state(context), more).lengths
-
-        launch, restart = prefill, None
-    else:
-        more, running = (runner.key, runner.stops), state(context)
-        compiled = compile_step(generation._decode, runner, running, more)
-        running = advance(runner, compiled, running, more)
-        try:
-            with jax.transfer_guard("disallow"):
-                for _ in range(4):
-                    running = advance(runner, compiled, running, more)
-        except Exception as e:
-            problems.append(f"a decode step waits for the host, or does not fit the step before: {e}")
-            running = state(context)
-        kept = [running]
-
-        def decode():
-            kept[0] = advance(runner, compiled, kept[0], more)
-            return kept[0].lengths
-
-        def again():  # the steps of a group must find room in the caches
-            kept[0] = jax.block_until_ready(state(context))
-
-        launch, restart = decode, again
-
-    whole = times(launch, args.rounds, restart or (lambda: None))
-    after = in_use()
-    found = {"a step needs": step_memory(compiled), "the process holds": _difference(after, before)}
-    for said, used in found.items():
-        if used is not None and phase == "decode" and args.size != "tiny" and used / (weights + cache) > MEMORY:
-            problems.append(f"{said} {used / (weights + cache):.3f} of the bytes of weights and caches")
-    base |= {"step_bytes": found["a step needs"], "held_bytes": found["the process holds"]}
-    base["memory_ratio"] = max((x for x in found.values() if x is not None), default=0) / (weights + cache)
-    per_second = rows / (whole.median * 1e-6)
-    yield base | _line("whole", whole) | {"tokens_s": per_second, "problems": problems}
-    if args.kernels:
-        seen: dict[str, float] = {}
-        for name, us in _aot.kernel_times(lambda: jax.block_until_ready(launch())):
-            seen[name] = seen.get(name, 0.0) + us
-        top = sorted(seen.items(), key=lambda item: -item[1])[:20]
-        yield base | {"part": "kernels", "us": sum(seen.values()), "kernels": dict(top)}
-    lengths, start = (
-        jnp.full(requests, context, jnp.int32),
-        jnp.arange(requests + 1, dtype=jnp.int32) * (rows // requests),
-    )
-    pages = model.make_cache(requests, capacity)[0]
-    for part in parts(model, pages, runner.tables, lengths, start, rows):
-        timer = mechanisms.timer()
-        line = base | _line(part.name, timing.compare({"part": part.compiled()}, timer, args.rounds)["part"])
-        if args.peer:
-            calls = mechanisms.calls(part.function, *part.args)
-            line["ops"] = list(mechanisms.lines(calls, args.peer, timer, args.rounds))
-            line |= mechanisms.summed(line["ops"])
-        yield line
-
-
-def show(line: dict[str, Any]) -> None:
-    """Print a part's mechanisms beside their peers, and the sums."""
-    for op in line.get("ops", ()):
-        said = f"{op['peer_us']:.0f} us {op['peer']}" if op["peer"] else "no peer"
-        first = " ".join(
-            shape.partition("[")[2].rstrip("]").replace(", ", "x") for shape in list(op["shapes"].values())[:2]
-        )
-        name = f"{op['op']} {first} ({op['implementation']})" + (f" x {op['calls']}" if op["calls"] > 1 else "")
-        print(f"    {name}: {op['us']:.0f} us, {said}", flush=True)
-        for peer, why in op["not_timed"].items():
-            print(f"        {peer}: {why}", file=sys.stderr)
-    if line.get("peer_us") is not None:
-        rest = f"; no peer: {', '.join(line['no_peer'])}" if line["no_peer"] else ""
-        print(
-            f"    sum where there is a peer: {line['paired_us']:.0f} us, theirs {line['peer_us']:.0f} us{rest}",
-            flush=True,
-        )
-
-
-def _line(part: str, t: timing.Times) -> dict[str, Any]:
+def _line(part: str, t: timing.Times) -> Line:
     return {"part": part, "us": t.median, "us_p10": t.p10, "us_p90": t.p90, "launches": t.launches}
+
+
+def said(line: Line) -> str:
+    """A line for the terminal."""
+    text = " ".join(str(line[name]) for name in ("what", "phase", "part") if name in line)
+    if "op" in line:
+        sizes = (shape.partition("[")[2].rstrip("]").replace(", ", "x") for shape in list(line["shapes"].values())[:2])
+        peer = f"{line['peer_us']:.0f} us {line['peer']}" if line["peer"] else "no peer"
+        calls = f" x {line['calls']}" if line["calls"] > 1 else ""
+        return (
+            f"    {text}: {line['op']} {' '.join(sizes)} ({line['implementation']}){calls}: {line['us']:.0f} us, {peer}"
+        )
+    if "peer_us" in line:
+        rest = f"; no peer: {', '.join(line['no_peer'])}" if line["no_peer"] else ""
+        peer = f", where there is a peer {line['paired_us']:.0f} us, theirs {line['peer_us']:.0f} us"
+        return f"{text}: {line['ops_us']:.0f} us{peer if line['peer_us'] is not None else ''}{rest}"
+    return f"{text}: {line['us']:.0f} us" + (f", {line['tokens_s']:.0f} tokens/s" if "tokens_s" in line else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    args = _parse(argv)
+    if args.turns:
+        timing.take_turns(args.turns)
+    where = bench.provenance(args.commit, argv)
+    where["command"] = " ".join(["python scripts/bench_model.py", *(sys.argv[1:] if argv is None else argv)])
+    run, failed = Run(args), False
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        for line in run.lines():
+            with args.out.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(line | where) + "\n")
+            print(said(line), flush=True)
+            for peer, why in line.get("not_timed", {}).items():
+                contest.say(f"        {peer}: {why}")
+            for problem in line.get("problems", ()):
+                contest.say(f"bench_model: {line['what']} {line['phase']}: {problem}")
+                failed = True
+    except OutOfTime:
+        contest.say(f"bench_model: stopped after {args.limit:g} s; what is measured is in {args.out}")
+        failed = True
+    return int(failed)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench_model.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="flash")
-    parser.add_argument("--what", choices=STACKS, action="append", help="repeatable; default: all")
-    parser.add_argument("--phase", choices=("prefill", "decode"), action="append", help="repeatable; default: both")
+    parser.add_argument("--size", choices=v4.SIZES, default="flash")
+    parser.add_argument("--what", choices=v4.STACKS, action="append", help="repeatable; default: all")
+    parser.add_argument("--phase", choices=PHASES, action="append", help="repeatable; default: both")
+    parser.add_argument("--piece", choices=PIECES, action="append", help="repeatable; default: all, peers if any")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--batch", type=int, default=64, help="requests of a decode step")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each of them")
@@ -358,25 +340,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer", choices=peers.LIBRARIES, action="append", default=[], help="repeatable; default: none"
     )
+    parser.add_argument("--peer-limit", type=float, default=45.0, help="seconds that a peer's first call may take")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing more is begun")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="measure in turns with processes of the same FILE")
     parser.add_argument("--commit", help="commit of the code, where git cannot tell it")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines are added to it")
     args = parser.parse_args(argv)
-    where = bench.provenance(args.commit, argv)
-    where["command"] = " ".join(["python scripts/bench_model.py", *(sys.argv[1:] if argv is None else argv)])
-    failed = False
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    for what in args.what or STACKS:
-        for phase in args.phase or ("prefill", "decode"):
-            for line in phase_lines(args, what, phase):
-                with args.out.open("a", encoding="utf-8") as f:
-                    f.write(json.dumps(line | where) + "\n")
-                text = f"{what} {phase} {line['part']}: {line['us']:.0f} us"
-                print(text + (f", {line['tokens_s']:.0f} tokens/s" if "tokens_s" in line else ""), flush=True)
-                show(line)
-                for problem in line.get("problems", ()):
-                    print(f"bench_model: {what} {phase}: {problem}", file=sys.stderr)
-                    failed = True
-    return int(failed)
+    if "peers" in (args.piece or ()) and not args.peer:
+        parser.error("--piece peers needs --peer vllm, torch or jax")
+    return args
 
 
 if __name__ == "__main__":

@@ -66,15 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     experts = load.shape[1]
     sizes = {"num_groups": a.groups, "num_nodes": a.nodes, "num_ranks": a.ranks}
-    placed = np.asarray(eplb(jnp.asarray(load), num_replicas=a.replicas, **sizes))
+    if a.svg is not None and experts % a.ranks:
+        parser.error(f"--svg shows ranks of equally many experts, got {experts} experts and {a.ranks} ranks")
+    try:
+        placed = np.asarray(eplb(jnp.asarray(load), num_replicas=a.replicas, **sizes))
+    except ValueError as e:
+        parser.error(str(e))
     before = load.reshape(len(load), a.ranks, experts // a.ranks).sum(-1) if experts % a.ranks == 0 else None
     after = rank_load(load, placed, a.ranks)
     print(f"{'layer':>5} {'balance before':>15} {'after':>8} {'largest rank before':>20} {'after':>10}")
     for i in range(len(load)):
         old = ("-", "-") if before is None else (f"{balance(before)[i]:.3f}", f"{before[i].max():.4g}")
         print(f"{i:5d} {old[0]:>15} {balance(after)[i]:8.3f} {old[1]:>20} {after[i].max():10.4g}")
-    if a.svg is not None:
-        a.svg.write_text(picture(after[0] if before is None else before[0], after[0]), "utf-8")
+    if a.svg is not None and before is not None:
+        a.svg.write_text(picture(before[0], after[0]), "utf-8")
     return 0
 
 

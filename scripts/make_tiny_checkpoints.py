@@ -2,6 +2,9 @@
 
     python scripts/make_tiny_checkpoints.py OUT [--only NAME]
 
+DeepSeek-V4's, with every kind of layer, hash routing, an MTP block, FP8 and MXFP4, is written only if it is named:
+`--only deepseek_v4`; `parity/models/tiny_deepseek_v4.py` makes it, and the repository does not store it.
+
 Sizes are small and odd on purpose: V2 has biases, value heads differ from key heads, windows are shorter than prompts,
 YaRN's magnitudes do not cancel, blocks of FP8 weights are cut off. Equal arguments give equal bytes. Runs on Python
 3.11 and needs numpy and ml_dtypes.
@@ -12,10 +15,15 @@ import hashlib
 import json
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from parity.models import tiny_deepseek_v4
 
 BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 CODES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float32": "F32", "uint8": "U8", "int64": "I64"}
@@ -139,6 +147,7 @@ CHECKPOINTS = {
     "gpt_oss": (OSS, 2),
 }
 """Name -> configuration, number of shards."""
+V4 = "deepseek_v4"
 LENGTHS = (13, 6)
 """Tokens of the prompts beside each checkpoint; the first is longer than the windows."""
 
@@ -284,16 +293,20 @@ def save(folder, config, tensors, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write tiny random checkpoints.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=CHECKPOINTS)
-    args = parser.parse_args()
-    for name, (config, shards) in CHECKPOINTS.items():
-        if args.only in (None, name):
-            save(args.out / name, config, MAKERS[config["model_type"]](name, config), shards)
-            size = sum(p.stat().st_size for p in (args.out / name).iterdir())
-            print(f"{args.out / name}: {size / 1024:.0f} KiB")
+    parser.add_argument("out", type=Path, help="folder; each checkpoint is a folder in it")
+    parser.add_argument("--only", choices=(*CHECKPOINTS, V4), help="one of them; default: all but DeepSeek-V4's")
+    args = parser.parse_args(argv)
+    for name in CHECKPOINTS if args.only is None else (args.only,):
+        folder = args.out / name
+        if name == V4:
+            tiny_deepseek_v4.write(folder, quantized=True)
+        else:
+            config, shards = CHECKPOINTS[name]
+            save(folder, config, MAKERS[config["model_type"]](name, config), shards)
+        size = sum(p.stat().st_size for p in folder.iterdir())
+        print(f"{folder}: {size / 1024:.0f} KiB")
     return 0
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxattn.nn import DeepseekV4DecoderLayer, FusedMoE, V4Batch, V4Cache, deepseek_v4, deepseek_v4_layer  # noqa: E402
 from jaxattn.nn import hyper as hyper_connections  # noqa: E402
-from scripts.bench_model import config  # noqa: E402
+from scripts._bench.v4 import config  # noqa: E402
 
 FOLDER = "docs/images"
 DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "e4m3", "uint8": "u8", "int32": "i32"}

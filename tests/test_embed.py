@@ -135,6 +135,8 @@ def test_wrong_options_are_explained(more, said):
 def test_missing_options_and_files_exit_with_2(tmp_path, capsys):
     assert embed.main(["--model", "m"]) == 2
     assert "--input" in capsys.readouterr().err
+    assert embed.main(["--model", "m", "--inptu=x", "--output", "o"]) == 2  # misspelt, not missing
+    assert "unknown option '--inptu=x'; did you mean --input?" in capsys.readouterr().err
     line = ["--model", "m", "--input", str(tmp_path / "none"), "--output", str(tmp_path / "o")]
     assert embed.main(line) == 2
     assert "--input must name a JSONL file, found none at" in capsys.readouterr().err

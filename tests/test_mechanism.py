@@ -1,6 +1,7 @@
 """The choice of an implementation, on a record made up here so that no kernel is involved."""
 
 import dataclasses
+import gc
 import re
 
 import jax
@@ -149,6 +150,60 @@ def test_gradient_through_an_inference_only_kernel_raises(wrap):
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         wrap(jax.grad(lambda x: loss(x, None)))(X)
     np.testing.assert_array_equal(wrap(jax.grad(lambda x: loss(x, "reference")))(X), np.full(8, 3.0))
+
+
+# ---------------------------------------------------------------- one program
+def test_equal_calls_of_a_program_share_one_kernel():
+    """Lowered once however many layers call it; another shape, option or configuration is another kernel."""
+    lowered = []
+
+    def double(*, config, x, factor):
+        lowered.append((x.shape, config, factor))
+        return x * factor
+
+    kernels = {"mosaic": dataclasses.replace(kernel("mosaic"), run=double)}
+    record = mechanism(kernels, grads=())
+
+    def layers(x):
+        for _ in range(5):
+            x = run(record, {"x": x, "factor": 2.0}, None)
+        half = run(record, {"x": x[:8], "factor": 2.0}, None)
+        return (
+            x,
+            half,
+            run(record, {"x": x, "factor": 3.0}, None),
+            run(record, {"x": x, "factor": 2.0}, None, Config(9)),
+        )
+
+    x = jnp.arange(16.0)
+    once, half, triple, last = jax.jit(layers)(x)
+    assert lowered == [((16,), Config(), 2.0), ((8,), Config(), 2.0), ((16,), Config(), 3.0), ((16,), Config(9), 2.0)]
+    for found, factor in ((once, 32), (half, 64), (triple, 96), (last, 64)):
+        np.testing.assert_array_equal(found, factor * x[: found.size])
+    text = jax.jit(layers).lower(x).as_text()
+    assert text.count("call @") == 8 and text.count("func private") == 4
+
+
+def test_another_program_traces_its_kernels_anew():
+    """What is patched between two programs counts; calls outside of a program share nothing."""
+    seen = []
+
+    def named(*, config, x, factor):
+        seen.append(len(seen))
+        return x + seen[-1]
+
+    record = mechanism({"mosaic": dataclasses.replace(kernel("mosaic"), run=named)}, grads=())
+
+    def call(x):
+        return run(record, {"x": x, "factor": 1.0}, None)
+
+    before = set(_mechanism._traced)
+    first, second = jax.jit(call), jax.jit(lambda x: call(x))
+    assert [float(f(X)[0]) for f in (first, second, call, call)] == [0, 1, 2, 3]
+    assert len(set(_mechanism._traced) - before) == 2
+    del first, second, call
+    gc.collect()
+    assert not set(_mechanism._traced) - before, "kept beyond the program"
 
 
 # ---------------------------------------------------------------- explaining

@@ -7,6 +7,7 @@ stacked over experts), a rule for the module's type says so, see `Rules`.
 
 import fnmatch
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ __all__ = ["Checkpoint", "CheckpointError", "Piece", "Rules", "linear_rule", "lo
 LOADED = (nnx.Param, QuantizedParam, Frozen)
 """Kinds of variables that a checkpoint fills; tables, caches and counters are the model's own."""
 
+_LISTED = 20
+"""Problems that a message lists one by one."""
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EXACT = {  # stored dtype -> dtypes that hold all of its numbers
     "bfloat16": ("float32", "float64"),
@@ -129,10 +132,23 @@ def pieces(model: nnx.Module, rules: Rules | None = None, rename: Callable[[str]
 
 @dataclass
 class _Problems:
-    lines: list[str] = field(default_factory=list)
+    found: list[tuple[Any, str, str]] = field(default_factory=list)
+    """File or folder, tensor, what is wrong."""
 
     def add(self, where: Any, name: str, what: str) -> None:
-        self.lines.append(f"  {where}: {name}: {what}")
+        self.found.append((where, name, what))
+
+    def lines(self) -> list[str]:
+        """One for each; of many, one for each kind: what is wrong alike with names that differ in numbers."""
+        if len(self.found) <= _LISTED:
+            return [f"  {where}: {name}: {what}" for where, name, what in self.found]
+        kinds: dict[tuple[str, str], list[tuple[Any, str, str]]] = {}
+        for problem in self.found:
+            kinds.setdefault((re.sub(r"\d+", "*", problem[1]), problem[2]), []).append(problem)
+        lines = []
+        for (pattern, _), ((where, name, what), *rest) in kinds.items():
+            lines.append(f"  {where}: {name}: {what}" + (f" ({len(rest)} more of {pattern})" if rest else ""))
+        return lines
 
 
 def load[M: nnx.Module](
@@ -196,11 +212,13 @@ def _check(model: str, checkpoint: Checkpoint, plan: Plan, ignore: tuple[str, ..
     for name in sorted(set(checkpoint.tensors) - used):
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore):
             problems.add(checkpoint.tensors[name].file.name, name, "unknown; the model has no place for it")
-    if problems.lines:
-        count = len(problems.lines)
+    if problems.found:
+        count, lines = len(problems.found), problems.lines()
+        if 2 * len(used) < sum(len(parts) for _, parts in plan):
+            lines.insert(0, "  most of them are not there: config.json may be that of another checkpoint")
         raise CheckpointError(
             f"{model}: the checkpoint {checkpoint.folder} must hold the model's tensors, got {count} "
-            f"problem{'s' if count > 1 else ''}:\n" + "\n".join(problems.lines)
+            f"problem{'s' if count > 1 else ''}:\n" + "\n".join(lines)
         )
 
 

@@ -164,6 +164,8 @@ def gate(
     sets: Sequence[Args],
     distance: Callable[[Mapping[str, Any]], float],
     goal: str,
+    limit: float | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, tuple[Other, float]], dict[str, str]]:
     """Peers that compute the same thing, with their distance from it, and why the others are not timed.
 
@@ -173,16 +175,22 @@ def gate(
         sets: prepared arguments, one call each.
         distance: of a peer's outputs from `goal`, relative RMS.
         goal: what a peer is compared with, in a word or two.
+        limit: seconds that a peer may take to be built, compiled and called once; None = any.
+        missing: library -> why none of its peers can run here.
     """
     found, why_not = {}, {}
     for library in libraries:
         for peer in peers.find(mechanism, library):
             name = f"{library}: {peer.name}"
+            if reason := (missing or {}).get(library):
+                why_not[name] = reason
+                continue
             try:
-                other = Other(peer, sets)
-                out = other.launch()
-                other.wait()
-                off = distance(out)
+                with timing.at_most(limit):
+                    other = Other(peer, sets)
+                    out = other.launch()
+                    other.wait()
+                    off = distance(out)
             except peers.Unsupported as e:
                 why_not[name] = str(e)
             except Exception as e:

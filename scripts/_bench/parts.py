@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,11 @@ class Call:
     """What `_mechanism.choose` takes: a kernel's name or `reference`."""
     args: Args
     count: int = 1
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls that take the same time: mechanism, implementation, shapes, options."""
+        return self.mechanism.name, self.implementation, tuple((k, _said(v)) for k, v in self.args.items())
 
 
 def calls(function: Callable[..., Any], *args: Any) -> list[Call]:
@@ -56,12 +61,8 @@ def calls(function: Callable[..., Any], *args: Any) -> list[Call]:
         arrays = nnx.jit(traced)(*args)
     found: dict[Any, Call] = {}
     for (mechanism, name, prepared), values in zip(made, arrays, strict=True):
-        whole = prepared | values
-        key = mechanism.name, name, tuple((k, _said(v)) for k, v in whole.items())
-        if key in found:
-            found[key].count += 1
-        else:
-            found[key] = Call(mechanism, name, whole)
+        call = Call(mechanism, name, prepared | values)
+        found.setdefault(call.key, dataclasses.replace(call, count=0)).count += 1
     return list(found.values())
 
 
@@ -69,35 +70,46 @@ def _said(value: Any) -> str:
     return f"{value.dtype.name}{list(value.shape)}" if _checks.is_array(value) else repr(value)
 
 
-def lines(
-    found: Sequence[Call], libraries: Sequence[str], timer: timing.Timer, rounds: int
-) -> Iterator[dict[str, Any]]:
-    """A JSON object for each call: microseconds of ours and of the fastest peer, and why the others are not timed."""
-    for call in found:
-        args = call.args
-        size = sum(x.size * x.dtype.itemsize for x in args.values() if _checks.is_array(x))
-        copies = timing.copies(size, size) if timer is timing.cupti else 1
-        sets = [args] + [contest._copied(args) for _ in range(copies - 1)]
-        ours = contest.Port(call.mechanism, call.implementation, [contest._copied(x) for x in sets], None)
-        expected = _first(ours.launch())
-        same, why_not = contest.gate(
-            call.mechanism, libraries, sets, lambda out, ours=expected: _distance(_first(out), ours), "ours"
-        )
-        contestants: dict[str, Any] = {"port": ours, **{name: other for name, (other, _) in same.items()}}
-        times = timing.compare({k: (c.launch, c.wait) for k, c in contestants.items()}, timer, rounds)
-        us = times.pop("port").median
-        best = min(times, key=lambda name: times[name].median, default=None)
-        shapes = {k: _said(v) for k, v in args.items() if _checks.is_array(v)}
-        yield {
-            "op": call.mechanism.name,
-            "implementation": call.implementation,
-            "calls": call.count,
-            "shapes": shapes,
-            "us": us,
-            "peer": best,
-            "peer_us": None if best is None else times[best].median,
-            "not_timed": why_not,
-        }
+def line(
+    call: Call,
+    libraries: Sequence[str],
+    timer: timing.Timer,
+    rounds: int,
+    limit: float | None = None,
+    missing: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Microseconds of a call, ours and of the fastest peer, and why the others are not timed; for JSON.
+
+    Args:
+        call: what a part calls.
+        libraries: whose peers.
+        timer: of `timing`.
+        rounds: of interleaved sessions.
+        limit: seconds that a peer's first call, with all that it compiles, may take; None = any.
+        missing: library -> why none of its peers can run.
+    """
+    args = call.args
+    size = sum(x.size * x.dtype.itemsize for x in args.values() if _checks.is_array(x))
+    copies = timing.copies(size, size) if timer is timing.cupti else 1
+    sets = [args] + [contest._copied(args) for _ in range(copies - 1)]
+    ours = contest.Port(call.mechanism, call.implementation, [contest._copied(x) for x in sets], None)
+    expected = _first(ours.launch())
+    same, why_not = contest.gate(
+        call.mechanism, libraries, sets, lambda out: _distance(_first(out), expected), "ours", limit, missing
+    )
+    contestants: dict[str, Any] = {"port": ours, **{name: other for name, (other, _) in same.items()}}
+    times = timing.compare({k: (c.launch, c.wait) for k, c in contestants.items()}, timer, rounds)
+    us = times.pop("port").median
+    best = min(times, key=lambda name: times[name].median, default=None)
+    return {
+        "op": call.mechanism.name,
+        "implementation": call.implementation,
+        "shapes": {k: _said(v) for k, v in args.items() if _checks.is_array(v)},
+        "us": us,
+        "peer": best,
+        "peer_us": None if best is None else times[best].median,
+        "not_timed": why_not,
+    }
 
 
 def summed(ops: Sequence[dict[str, Any]]) -> dict[str, Any]:

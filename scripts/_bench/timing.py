@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,12 +52,34 @@ def once(name: str, measure: Callable[[], Sequence[float]]) -> Sequence[float]:
 
 
 @contextlib.contextmanager
-def _turn() -> Iterator[None]:
+def turn() -> Iterator[None]:
     """The time in which this process measures."""
     with contextlib.ExitStack() as stack:
         for path in _turns:
             fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def at_most(seconds: float | None) -> Iterator[None]:
+    """Raise TimeoutError in what is inside after so many seconds, None = never; main thread only.
+
+    Native code that does not return to Python for longer is not interrupted before it does.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Timer(Protocol):
@@ -99,7 +122,7 @@ def compare(
     contestants: Mapping[str, tuple[Callable[[], Any], Callable[[], None]]], timer: Timer, rounds: int = 7
 ) -> dict[str, Times]:
     """Time (launch, wait) pairs in turns; medians over all launches of all rounds."""
-    with _turn():
+    with turn():
         return _compare(contestants, timer, rounds)
 
 

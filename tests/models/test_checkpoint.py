@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxattn.models import Checkpoint, CheckpointError, Piece
+from jaxattn.models import Checkpoint, CheckpointError, DeepseekV4Config, Piece
 from jaxattn.models.checkpoint import load
 from jaxattn.nn import QuantizedLinear
 from jaxattn.nn.norm import RMSNorm
+from scripts import make_tiny_checkpoints
 
 BF16 = jnp.bfloat16
+DATA = Path(__file__).resolve().parents[2] / "parity" / "data" / "models"
 
 
 class Stack(nnx.Module):
@@ -143,6 +146,29 @@ def test_all_problems_are_named_at_once_and_nothing_is_read(tmp_path, rng, monke
     )
 
 
+def test_many_problems_of_a_kind_are_one_line(tmp_path, rng):
+    """The tensors of another model: not a line for each of ten thousand experts' matrices."""
+    write(tmp_path, {f"blocks.{i}.experts.{e}.w": np.zeros((3, 4), BF16) for i in range(4) for e in range(8)}, 2)
+    with pytest.raises(CheckpointError) as e:
+        opened(tmp_path)
+    head, hint, *rest = str(e.value).splitlines()
+    assert head == f"Small: the checkpoint {tmp_path} must hold the model's tensors, got 42 problems:"
+    assert hint == "  most of them are not there: config.json may be that of another checkpoint"
+    assert sorted(rest) == sorted(
+        [
+            f"  {tmp_path}: embed.weight: missing; must have shape [6, 4]",
+            f"  {tmp_path}: norm.weight: missing; must have shape [4]",
+            f"  {tmp_path}: layers.0.bias: missing; must have shape [3] (1 more of layers.*.bias)",
+            f"  {tmp_path}: layers.0.weight: missing; must have shape [3, 4] (1 more of layers.*.weight)",
+            f"  {tmp_path}: quantized.weight: missing; must have shape [4, 130]",
+            f"  {tmp_path}: quantized.weight_scale_inv: missing; must have shape [1, 2]",
+            f"  {tmp_path}: experts.0.w.weight: missing; must have shape [4, 3] (1 more of experts.*.w.weight)",
+            "  model-00001-of-00002.safetensors: blocks.0.experts.0.w: unknown; the model has no place for it "
+            "(31 more of blocks.*.experts.*.w)",
+        ]
+    )
+
+
 def test_a_truncated_shard_names_its_last_tensor(tmp_path, rng):
     write(tmp_path, tensors(rng), 3)
     shard = tmp_path / "model-00002-of-00003.safetensors"
@@ -211,3 +237,22 @@ def test_broken_headers(entry, message, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path)
+
+
+def test_the_stored_checkpoints_are_those_of_the_script(tmp_path):
+    assert make_tiny_checkpoints.main([str(tmp_path)]) == 0
+    for folder in tmp_path.iterdir():
+        made, stored = ({p.name: p.read_bytes() for p in f.iterdir()} for f in (folder, DATA / folder.name))
+        assert made == stored
+    assert {f.name for f in tmp_path.iterdir()} == {f.name for f in DATA.iterdir() if f.is_dir()}
+
+
+def test_the_script_writes_deepseek_v4_if_it_is_named(tmp_path):
+    """The checkpoint that the documentation tells users to try."""
+    assert make_tiny_checkpoints.main([str(tmp_path), "--only", "deepseek_v4"]) == 0
+    (folder,) = tmp_path.iterdir()
+    checkpoint = Checkpoint.open(folder)
+    config = DeepseekV4Config.from_hf(checkpoint.config)
+    assert (config.ratios, config.mtp_blocks, config.linear_format) == ((1, 4, 128, 4), 1, "fp8_block")
+    assert [bool(moe.vocab) for moe in config.moe] == [True, True, False, False, False]
+    assert checkpoint.tensors["layers.0.ffn.experts.0.w1.weight"].dtype == "int8"

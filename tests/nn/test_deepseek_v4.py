@@ -17,14 +17,21 @@ import pytest
 from flax import nnx
 
 from jaxattn import (
+    _products,
+    compressor,
+    grouped_projection,
     indexer,
     indexer_keys,
     indexer_q,
+    inv_rope_fp8_quant,
     mhc_post,
     mhc_pre,
+    q_kv_rms_norm,
+    qnorm_rope_kv_insert,
     rms_norm_quant,
     rope,
     rope_table,
+    sparse_mla,
 )
 from jaxattn.nn import (
     DeepseekV4Attention,
@@ -37,6 +44,7 @@ from jaxattn.nn import (
 )
 from jaxattn.nn.deepseek_v4 import Compressor, Indexer
 from jaxattn.nn.deepseek_v4_cache import CompressorState
+from jaxattn.nn.linear import project
 from jaxattn.quant import mx
 from pallas_kernels import _mosaic
 
@@ -278,6 +286,57 @@ def test_a_decoder_layer_is_its_parts(rng):
     mixed = mhc_post(streams, rms_norm_quant(x, own.attn_norm[...]) * 2 + 1, post, comb)
     x, post, comb = mhc_pre(mixed, *(getattr(own.ffn_hc, n)[...] for n in ("fn", "scale", "base")))
     np.testing.assert_array_equal(out, mhc_post(mixed, rms_norm_quant(x, own.ffn_norm[...]) * 3 - 1, post, comb))
+
+
+def composed(a, x, kept, lengths):
+    """Attention of a C4A layer by the ops alone, whole requests at once; lists of slots are loops over tokens."""
+    request = np.repeat(np.arange(REQUESTS), lengths).astype(np.int32)
+    at = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    rows = {n: jnp.arange(REQUESTS * n, dtype=jnp.int32).reshape(REQUESTS, n) for n in (2, 128)}
+    cos_sin, N, heads = table(), len(x), a.indexer.heads
+    q, kv = q_kv_rms_norm(project(a.wq_a, x), project(a.wkv, x), a.q_norm[...], a.kv_norm[...])
+    where: dict[str, Any] = {"format": "v4", "page": 64}
+    own = project(a.wq_b, q).reshape(N, H, 512)
+    own, window = qnorm_rope_kv_insert(own, kv, at, cos_sin, kept.window[...], 512 * request + at, **where)
+
+    def entries(c, state):
+        kv, score = (_products.einsum("nm,mw->nw", x, w[...]) for w in (c.wkv, c.wgate))
+        ended = np.where(at % 4 == 3, 128 * request + at // 4, -1).astype(np.int32)
+        place = kv, score, c.ape[...], c.norm[...], at, request, cos_sin, state.state[...], rows[128]
+        return compressor(*place, state.entries[...], ended, format=state.format, page=64)[0]
+
+    main, keys = entries(a.compressor, kept.main), entries(a.indexer.compressor, kept.index)
+    weights = project(a.indexer.weights_proj, x)
+    codes, weights = indexer_q(project(a.indexer.wq_b, q).reshape(N, heads, 128), weights, at, cos_sin)
+    k, scale = indexer_keys(keys, rows[2], format="indexer_fp8", page=64)
+    start, count = 128 * request, (at + 1) // 4
+    best = np.asarray(indexer(codes, weights, k.reshape(-1, 128), scale.reshape(-1), start, start + count, topk=3))
+    seen, chosen = np.full((2, N, 128), -1, np.int32)
+    for n, (b, p) in enumerate(zip(request, at, strict=True)):
+        seen[n, : p + 1] = 512 * b + np.arange(p + 1)
+        chosen[n, :3] = [128 * b + e if e >= 0 else -1 for e in best[n]]
+    more = {"extra_cache": main, "extra_indices": chosen, "extra_counts": (chosen >= 0).sum(1).astype(np.int32)}
+    o = sparse_mla(own, window, seen, counts=at + 1, sinks=a.attn_sink[...], **more, **where, extra_page=64)
+    y = grouped_projection(*inv_rope_fp8_quant(o, at, cos_sin, groups=2), a.wo_a[...], a.wo_a_scale[...])
+    return project(a.wo_b, y.reshape(N, -1)), best
+
+
+def test_a_c4a_layer_is_the_composition_of_its_ops(rng):
+    """With its FP8 caches and everything else that is rounded, to the bit; entries are chosen among more than three."""
+    own, lengths = layer(4), (18, 5)
+    x = jnp.asarray(rng.standard_normal((sum(lengths), 4, M)), jnp.bfloat16)
+    out = own(x, cache(4), batch(lengths, lengths, 4, tokens=len(x)))
+
+    def gates(module):
+        return (getattr(module, name)[...] for name in ("fn", "scale", "base"))
+
+    inner, post, comb = mhc_pre(x, *gates(own.attn_hc))
+    y, best = composed(own.attn, rms_norm_quant(inner, own.attn_norm[...]), cache(4), lengths)
+    mixed = mhc_post(x, y, post, comb)
+    inner, post, comb = mhc_pre(mixed, *gates(own.ffn_hc))
+    expected = mhc_post(mixed, own.ffn(rms_norm_quant(inner, own.ffn_norm[...])), post, comb)
+    np.testing.assert_array_equal(out, expected)
+    assert (best[15:18] >= 0).all(), "four entries to choose from"
 
 
 def test_mtp_feeds_itself(rng):

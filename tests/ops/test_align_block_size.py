@@ -5,6 +5,7 @@ import pytest
 from jaxattn import align_block_size
 from jaxattn.ops.align_block_size import capacity, make_inputs
 from parity.twins import align_block_size as twin
+from tests import routings
 
 
 def ids(*rows):
@@ -49,17 +50,15 @@ def test_foreign_and_masked_pairs_take_no_block():
     assert call(ids((-1, -1)), 4, 2)[2] == [0]
 
 
-@pytest.mark.parametrize("E", [1, 8, 64, 384])
-@pytest.mark.parametrize("T", [0, 1, 7, 64])
+@pytest.mark.parametrize(("T", "k", "E"), routings.SIZES)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_every_pair_once_in_a_block_of_its_expert(E, T, block_size, rng):
-    for k in {1, min(E, 8)}:
-        args = make_inputs(rng, T, k, E, block_size)
-        out = align_block_size(**args)
-        host = {name: np.asarray(x) if name == "topk_ids" else x for name, x in args.items()}
-        for name, x in twin.run(host, False).items():
-            np.testing.assert_array_equal(out[("sorted_ids", "expert_ids", "padded").index(name)], x)
-        assert out[2][0] <= out[0].size == capacity(T * k, block_size, E)
+def test_every_pair_once_in_a_block_of_its_expert(T, k, E, block_size, rng):
+    args = make_inputs(rng, T, k, E, block_size)
+    out = align_block_size(**args)
+    host = {name: np.asarray(x) if name == "topk_ids" else x for name, x in args.items()}
+    for name, x in twin.run(host, False).items():
+        np.testing.assert_array_equal(out[("sorted_ids", "expert_ids", "padded").index(name)], x)
+    assert out[2][0] <= out[0].size == capacity(T * k, block_size, E)
 
 
 @pytest.mark.parametrize(

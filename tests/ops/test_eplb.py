@@ -117,3 +117,10 @@ def test_the_script_shows_the_balance_before_and_after(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["0", "0.400", "0.870"], ["1", "0.714", "1.000"]]
     assert svg.read_text().count("<rect") == 8
+    for wrong, message in (
+        (["--ranks", "7"], "num_replicas=12 must be a multiple of num_ranks=7"),
+        (["--ranks", "6", "--svg", str(svg)], "--svg shows ranks of equally many experts, got 8 experts and 6 ranks"),
+    ):
+        with pytest.raises(SystemExit):
+            eplb_balance.main(["--loads", str(loads), *sizes, *wrong])
+        assert message in capsys.readouterr().err

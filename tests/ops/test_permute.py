@@ -4,6 +4,8 @@ import pytest
 
 from jaxattn import permute, unpermute
 from jaxattn.ops.permute import make_inputs
+from parity import tolerances
+from tests import routings
 
 
 def test_by_hand():
@@ -23,15 +25,36 @@ def test_pairs_of_other_ranks_leave_rows_of_zeros_that_are_not_read():
     assert unpermute(permuted.at[1:].set(np.nan), positions)[:, 0].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("T", "A", "E"), [(0, 2, 8), (1, 1, 1), (7, 3, 4), (64, 8, 128)])
+@pytest.mark.parametrize(("T", "A", "E"), routings.SIZES)
 def test_there_and_back_is_the_sum_over_slots(T, A, E, rng):
-    args = make_inputs(rng, T, A, E, 16, dtype="float32")
+    args = make_inputs(rng, T, A, E, 4, dtype="float32")
     permuted, offsets, positions = permute(**args)
+    ids, flat = np.asarray(args["topk_ids"]), np.asarray(positions).reshape(-1)
     assert offsets[-1] == T * A
-    assert sorted(positions.reshape(-1).tolist()) == list(range(T * A))
-    np.testing.assert_array_equal(unpermute(permuted, positions), sum([args["x"]] * A, jnp.zeros((T, 16))))
-    counts = np.bincount(np.asarray(args["topk_ids"]).reshape(-1), minlength=E)
-    np.testing.assert_array_equal(np.diff(offsets), counts)
+    assert sorted(flat.tolist()) == list(range(T * A))
+    np.testing.assert_array_equal(flat[np.argsort(ids.reshape(-1), kind="stable")], np.arange(T * A))
+    np.testing.assert_array_equal(np.asarray(permuted)[positions], np.repeat(np.asarray(args["x"])[:, None], A, 1))
+    np.testing.assert_array_equal(unpermute(permuted, positions), sum([args["x"]] * A, jnp.zeros((T, 4))))
+    np.testing.assert_array_equal(np.diff(offsets), np.bincount(ids.reshape(-1), minlength=E))
+
+
+@pytest.mark.parametrize(("T", "A", "E"), routings.SIZES)
+def test_ranks_have_their_own_pairs_and_together_all(T, A, E, rng):
+    """Expert parallelism over the ranks that divide the experts, placed at random, -1 for those of others."""
+    args = make_inputs(rng, T, A, E, 4, dtype="float32")
+    ranks = 4 if E % 4 == 0 else 1
+    owner, whole = rng.permutation(np.arange(E) % ranks), permute(**args)
+    ids, total = np.asarray(args["topk_ids"]), jnp.zeros((T, 4))
+    for rank in range(ranks):
+        mine = np.flatnonzero(owner == rank)
+        local = np.full(E, -1, np.int32)
+        local[mine] = np.arange(len(mine))
+        own = args | {"num_experts": len(mine), "expert_map": jnp.asarray(local)}
+        permuted, offsets, positions = permute(**own)
+        np.testing.assert_array_equal(np.asarray(positions) >= 0, owner[ids] == rank)
+        np.testing.assert_array_equal(np.diff(offsets), np.diff(whole[1])[mine])
+        total = total + unpermute(permuted, positions)
+    np.testing.assert_allclose(total, A * args["x"], rtol=tolerances.SAME_SUMS, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jaxattn.ops.router import make_inputs
 from pallas_kernels import _mosaic
 from pallas_kernels import router as mosaic
 from parity import tolerances
+from tests import routings
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 
@@ -138,18 +139,32 @@ def test_weights_match_the_formula_far_below_where_vllm_rounds_to_zero():
     assert (np.abs(np.asarray(weights[0], np.float64) - expected) <= 4 * EPS * expected).all()
 
 
-@pytest.mark.parametrize("E", [1, 8, 64, 128, 256, 384])
-@pytest.mark.parametrize("T", [0, 1, 7, 64])
+@pytest.mark.parametrize("E", routings.EXPERTS)
+@pytest.mark.parametrize("T", routings.TOKENS)
 def test_ids_are_distinct_and_those_of_a_sort(E, T, rng):
-    for k in {1, min(E, 6), min(E, 8)}:
-        args = make_inputs(rng, T, E, bias=0.0, top_k=k, scoring="sqrtsoftplus")
-        weights, ids = router(**args)
-        assert weights.shape == ids.shape == (T, k)
-        scores = np.sqrt(np.log1p(np.exp(np.asarray(args["logits"], np.float64)))) + np.asarray(args["bias"])
-        for t in range(T):
-            assert len(set(ids[t].tolist())) == k
-            assert (np.diff(scores[t, np.asarray(ids[t])]) <= EPS).all()
-            assert scores[t, np.asarray(ids[t])].min() >= np.sort(scores[t])[-k] - EPS
+    most = min(E, 8)
+    args = make_inputs(rng, T, E, bias=0.0, scoring="sqrtsoftplus", renormalize=False)
+    weights, ids = (np.asarray(x) for x in router(**args, top_k=most))
+    assert weights.shape == ids.shape == (T, most)
+    scores = np.sqrt(np.log1p(np.exp(np.asarray(args["logits"], np.float64))))
+    choice = scores + np.asarray(args["bias"])
+    assert (np.diff(np.sort(ids)) > 0).all(), "an expert twice"
+    found = np.take_along_axis(choice, ids, 1)
+    assert (np.diff(found) <= EPS).all(), "not from the best down"
+    assert (np.abs(found - -np.sort(-choice)[:, :most]) <= EPS).all(), "not the best"
+    assert (np.abs(weights - np.take_along_axis(scores, ids, 1)) <= 8 * EPS).all()
+    for k in range(1, most):
+        fewer = router(**args, top_k=k)
+        np.testing.assert_array_equal(fewer[1], ids[:, :k])
+        np.testing.assert_array_equal(fewer[0], weights[:, :k])
+
+
+@pytest.mark.parametrize(("T", "k", "E"), routings.SIZES)
+def test_renormalized_weights_are_shares(T, k, E, rng):
+    args = make_inputs(rng, T, E, scoring="sigmoid", top_k=k)
+    weights, ids = (np.asarray(x, np.float64) for x in router(**args, scaling=2.5))
+    scores = np.take_along_axis(1 / (1 + np.exp(-np.asarray(args["logits"], np.float64))), ids.astype(int), 1)
+    assert (np.abs(weights - 2.5 * scores / scores.sum(-1, keepdims=True)) <= 16 * EPS).all()
 
 
 def kernel(**args):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn import quantize_fp8, scaled_matmul
 from jaxattn.ops.scaled_matmul import MECHANISM, make_inputs
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.scaled_matmul import Config, configs, default_config
 
 E4M3 = "float8_e4m3fn"
@@ -50,17 +50,23 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
+    "split-early-free": Config(rows=64, features=32, stages=2, early=True, free=True),
+    "split-wide": Config(rows=64, features=64, stages=2, early=True, wide=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
     "rows-256": Config(rows=256, features=64, stages=3),
 }
-SHAPE = (133, 1168, 128)
-"""Ragged rows and inputs; 10 blocks of inputs, so that rings turn over and steps are left over."""
+
+
+def shape(name):
+    """Ragged rows and inputs; 10 or 9 blocks of inputs, so that rings turn over and steps are left over."""
+    config = CONFIGS[name]
+    return 70 if config.early else 133, 1152 if config.wide else 1168, 128
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_to_tile_gives_exact_int8_sums(name, rng):
-    args = make_inputs(rng, *SHAPE, codes="int8", azp=True, out_dtype="float32")
+    args = make_inputs(rng, *shape(name), codes="int8", azp=True, out_dtype="float32")
     with _mosaic.interpret():
         got = scaled_matmul(**args, implementation="mosaic", config=CONFIGS[name])
     np.testing.assert_array_equal(got, scaled_matmul(**args, implementation="reference"))
@@ -72,7 +78,7 @@ def test_every_way_to_tile_gives_exact_int8_sums(name, rng):
     + [("rows-256", "block")],
 )
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, scales, rng):
-    args = make_inputs(rng, *SHAPE, scales=scales)
+    args = make_inputs(rng, *shape(name), scales=scales)
     for operand in ("a", "b"):
         args[operand] = jnp.asarray(rng.integers(-4, 5, args[operand].shape), E4M3)
     for scale in ("a_scale", "b_scale"):
@@ -123,6 +129,8 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"width": 0}, "width must be at least 1, got 0"),
+        ({"early": True}, "early needs rows=64, got rows=128"),
+        ({"wide": True}, "wide needs rows=64, got rows=128"),
     ],
 )
 def test_wrong_configurations(options, message):
@@ -136,6 +144,10 @@ def test_wrong_configurations(options, message):
         (Config(rows=256), "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"),
         (Config(cluster=2), "cluster=2 needs output features in multiples of 256, got 128"),
         (
+            Config(rows=64, features=64, wide=True),
+            "wide needs inputs and features in multiples of 128 and 64, got 240 and 128",
+        ),
+        (
             Config(rows=128, features=128, stages=8),
             "rows=128, features=128, stages=8 needs 279552 bytes of shared memory, more than 232448; "
             "use smaller values",
@@ -143,9 +155,23 @@ def test_wrong_configurations(options, message):
     ],
 )
 def test_configurations_that_do_not_fit(config, message, rng):
-    args = make_inputs(rng, 5, 256, 128)
+    args = make_inputs(rng, 5, 240 if config.wide else 256, 128)
     with _mosaic.interpret(), pytest.raises(ValueError, match=f"^scaled_matmul: {re.escape(message)}(\n|$)"):
         scaled_matmul(**args, implementation="mosaic", config=config)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_odd_rows_compile_where_thread_blocks_share_them():
+    shapes = {
+        "a": ((67, 256), E4M3),
+        "b": ((18432, 256), E4M3),
+        "a_scale": ((67,), "float32"),
+        "b_scale": ((), "float32"),
+    }
+    args = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+    assert default_config(**MECHANISM.prepare(**args)).cluster == 2
+    _aot.compile_h200(lambda args: scaled_matmul(**args, implementation="mosaic"), args)
 
 
 def test_quantize_multiply_is_near_the_product(rng):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxattn import weight_only_matmul
-from jaxattn.ops._weight_only_matmul_cases import make_inputs
+from jaxattn.ops._weight_only_matmul_cases import _tiled, make_inputs
 from jaxattn.ops.weight_only_matmul import MECHANISM
 from jaxattn.quant import tiles, weights
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels.weight_only_matmul import Config, configs, default_config
 from parity.twins import weight_only_matmul as twin
 
@@ -104,11 +104,15 @@ def test_tiles_refuse(rng):
 CONFIGS = {
     "own-features": Config(tokens=64, warpgroups=2, stages=2),
     "own-features-cluster": Config(tokens=16, warpgroups=2, stages=2, cluster=2),
+    "own-features-cluster-odd": Config(tokens=32, warpgroups=1, stages=2, cluster=4),
     "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
     "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
     "split-2-boxed": Config(tokens=32, warpgroups=2, split=True, stages=2, boxed=True),
     "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
+    "split-2-late": Config(tokens=32, warpgroups=2, split=True, deep=2, stages=2, late=True),
+    "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2, in_place=True, free=True),
+    "own-features-together-late": Config(tokens=64, warpgroups=1, stages=2, together=2, late=True, in_place=True),
 }
 
 
@@ -116,9 +120,10 @@ CONFIGS = {
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
     N, M = (24, 704) if CONFIGS[name].boxed else (21, 656)
-    args = make_inputs(rng, N, M, 256, "gptq", group=M)
-    args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), jnp.bfloat16)
-    args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), jnp.bfloat16)
+    dtype = "float16" if CONFIGS[name].in_place else "bfloat16"
+    args = make_inputs(rng, N, M, 256, "gptq", group=M, dtype=dtype)
+    args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), dtype)
+    args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), dtype)
     with _mosaic.interpret():
         got = weight_only_matmul(**args, implementation="mosaic", config=CONFIGS[name])
     np.testing.assert_array_equal(got, weight_only_matmul(**args, implementation="reference"))
@@ -169,6 +174,7 @@ def test_a_row_of_nan_spoils_no_other(rng):
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"boxed": True, "cluster": 2}, "boxed activations belong to one thread block, got cluster=2"),
         ({"width": 0}, "width must be at least 1, got 0"),
+        ({"together": 0}, "together must be at least 1, got 0"),
     ],
 )
 def test_wrong_configurations(options, message):
@@ -187,6 +193,8 @@ def test_wrong_configurations(options, message):
             Config(tokens=8, warpgroups=2, cluster=4),
             "cluster=4 needs output features in multiples of 512, got 64",
         ),
+        (Config(tokens=8, in_place=True), "in_place needs 4-bit integers and float16, got u4 and bfloat16"),
+        (Config(tokens=8, late=True), "late needs one scale for 128 inputs, got 2 (stored as value)"),
         (
             Config(tokens=8, stages=2, boxed=True),
             "boxed needs input features in multiples of 64 and up to 8 rows or a multiple, got 256 and 12",
@@ -203,6 +211,16 @@ def test_configurations_that_do_not_fit(config, message, rng):
     expected = f"^weight_only_matmul: {re.escape(message)}(\n|$)"
     with _mosaic.interpret(), pytest.raises(ValueError, match=expected):
         weight_only_matmul(**args, implementation="mosaic", config=config)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+def test_odd_rows_compile_where_thread_blocks_share_them():
+    args = _tiled("gptq", "float16", N=67, M=256, F=256)
+    assert default_config(N=67, M=256, F=256, bits=4).cluster == 2
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in args.items() if name not in arrays}
+    _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
 
 
 def test_every_default_configuration_fits():
