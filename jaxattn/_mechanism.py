@@ -5,6 +5,7 @@ page. Tests, parity, benchmarks and reports loop over `jaxattn.registry.MECHANIS
 """
 
 import difflib
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from jaxattn import _checks
 from pallas_kernels import _mosaic, _tuned
 
 REFERENCE = "reference"
+TRITON = "triton"
+"""A name that every op knows, also where nobody wrote such a kernel."""
 _traced: weakref.WeakKeyDictionary[Any, dict[Any, Callable]] = weakref.WeakKeyDictionary()
 """Trace -> kernel, configuration and options -> the function that all such calls of the trace share."""
 
@@ -156,6 +159,11 @@ def choose(mechanism: Mechanism, args: Args, implementation: str | None) -> str:
             if _proven(kernel, args) and _reason(kernel, args) is None:
                 return name
         return REFERENCE
+    if implementation == TRITON and TRITON not in mechanism.kernels:
+        raise NotImplementedError(
+            f"{mechanism.name}: implementation='triton' cannot run this call: no Triton kernel is written; leave "
+            f"implementation out or name one of {', '.join((REFERENCE, *mechanism.kernels))}"
+        )
     if implementation not in mechanism.kernels:
         known = (REFERENCE, *mechanism.kernels)
         raise ValueError(
@@ -242,8 +250,10 @@ def explain(mechanism: Mechanism, /, *, on_target: bool = False, **args) -> Expl
         **args: the op's arguments; arrays may be `jax.ShapeDtypeStruct`.
 
     Raises:
+        TypeError: an argument that the op does not have, or one that is missing;
         ValueError, TypeError: as the op itself would for these arguments.
     """
+    _check_names(mechanism, args)
     prepared = mechanism.prepare(**args)
     reasons = {name: _reason(kernel, prepared, here=not on_target) for name, kernel in mechanism.kernels.items()}
     for name, kernel in mechanism.kernels.items():
@@ -252,6 +262,19 @@ def explain(mechanism: Mechanism, /, *, on_target: bool = False, **args) -> Expl
     reasons[REFERENCE] = None
     chosen = next(name for name, reason in reasons.items() if reason is None)
     return Explanation(mechanism=mechanism.name, chosen=chosen, reasons=reasons)
+
+
+def _check_names(mechanism: Mechanism, args: Args) -> None:
+    """Raise `TypeError` unless `args` are the op's, by name."""
+    takes = inspect.signature(mechanism.prepare).parameters
+    missing = [name for name, p in takes.items() if p.default is p.empty and name not in args]
+    for name in args:
+        if name not in takes:
+            raise TypeError(
+                f"explain: {mechanism.name} takes {', '.join(takes)}, got {name}{_nearest(name, takes)} as well"
+            )
+    if missing:
+        raise TypeError(f"explain: {mechanism.name} needs {', '.join(missing)} as well; shapes and dtypes are enough")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

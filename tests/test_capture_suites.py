@@ -1,6 +1,7 @@
 """The cases of `scripts/capture_vllm.py` without a GPU: they can be listed, and are what the parity suite reads."""
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import _capture  # noqa: E402
-import capture_vllm  # noqa: E402, F401  adds the cases
+import _capture_vllm  # noqa: E402
+import capture_vllm  # noqa: E402  adds the cases
 from _capture_vllm import VLLM, Call, expect  # noqa: E402
 
 NOT_CAPTURED: dict[str, str] = {}
@@ -64,6 +66,16 @@ def test_a_part_is_listed(capsys):
     assert status == 0
     assert [line.split()[0] for line in found] == ["mla/rope_last_position_interleaved", "mla/rope_two_scales_neox"]
     assert lines("--only", "nothing") == (2, [])
+
+
+def test_the_examples_of_the_page_are_cases(monkeypatch):
+    """docs/captures.md says how a case is added; what it shows is added to an empty list."""
+    _, paged, call = re.findall(r"```python\n(.*?)```", (ROOT / "docs/captures.md").read_text("utf-8"), re.DOTALL)
+    monkeypatch.setattr(VLLM, "cases", [])
+    exec(paged + call, vars(capture_vllm) | {"case": _capture_vllm.case})
+    assert [(r.family, r.name) for r in VLLM.cases] == [("attention", "paged_unified_gqa6"), ("quant", "fp8_per_token")]
+    made = VLLM.cases[1].run.inputs(np.random.default_rng(0))
+    assert {name: (x.shape, x.dtype.name) for name, x in made.items()} == {"x": ((5, 96), "bfloat16")}
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.captures], ids=lambda m: m.name)

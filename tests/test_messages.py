@@ -1,5 +1,6 @@
 """Every user error of the op and of `explain`, on every machine, matched on its filled-in text."""
 
+import inspect
 import re
 import types
 
@@ -271,6 +272,18 @@ def test_unknown_implementation():
         paged_attention(**call(), implementation="mosiac")
 
 
+@pytest.mark.parametrize("op", ("paged_attention", "window_cache"))
+def test_a_triton_kernel_that_nobody_wrote(op):
+    kernels = "reference, mosaic" if op == "paged_attention" else "reference"
+    tokens = {"computed": jnp.arange(2), "new": jnp.arange(2), "window": 4, "page": 2}
+    message = (
+        f"{op}: implementation='triton' cannot run this call: no Triton kernel is written; leave implementation out or "
+        f"name one of {kernels}"
+    )
+    with pytest.raises(NotImplementedError, match=exactly(message)):
+        getattr(jaxattn, op)(**(call() if op == "paged_attention" else tokens), implementation="triton")
+
+
 @pytest.mark.parametrize("implementation", (None, "reference"))
 def test_config_with_the_reference(implementation, monkeypatch):
     monkeypatch.setattr(_mosaic, "_default_device", lambda: A100)
@@ -476,6 +489,33 @@ def test_unknown_mechanism(given, message):
     names = ", ".join(m.name for m in jaxattn.MECHANISMS)
     with pytest.raises(ValueError, match=exactly(message + names)):
         explain(given, **shapes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"windw": 3},
+            "explain: paged_attention takes q, k_pages, v_pages, page_table, lengths, query_start, sinks, k_scale, "
+            "v_scale, k_scale_pages, v_scale_pages, scale, causal, window, softcap, return_lse, checked, got windw "
+            "(did you mean 'window'?) as well",
+        ),
+        (
+            {"k_pages": None, "lengths": None},
+            "explain: paged_attention needs k_pages, lengths as well; shapes and dtypes are enough",
+        ),
+    ],
+)
+def test_explain_names_arguments_that_are_wrong_or_missing(change, message):
+    args = {name: x for name, x in (shapes() | change).items() if x is not None}
+    with pytest.raises(TypeError, match=exactly(message)):
+        explain("paged_attention", **args)
+
+
+@pytest.mark.parametrize("record", jaxattn.MECHANISMS, ids=lambda m: m.name)
+def test_explain_takes_what_the_op_takes(record):
+    names = [name for name in inspect.signature(record.op).parameters if name not in ("implementation", "config")]
+    assert names == list(inspect.signature(record.prepare).parameters)
 
 
 def test_explain_validates_like_the_op():

@@ -1,5 +1,6 @@
 """What the pages say is true: the example runs, links lead somewhere, generated tables are those of the code."""
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -7,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from jaxattn import MECHANISMS
-from scripts import _tables, evidence, support_table, timing_table
+from jaxattn import MECHANISMS, models
+from parity import captures
+from scripts import _tables, evidence, support_table, timing_table, turboquant_quality
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = "print(y.dtype, bool(jnp.isfinite(y).all()))"
@@ -44,6 +48,81 @@ def test_examples_run(page, capsys, monkeypatch):
     if page == "paged_attention.md":  # the op, its configurations, the layer, and the layer in Linen
         assert len(examples(f"docs/{page}")) == 4
         assert (names["y"].shape, sorted(names["variables"])) == ((32, 256), ["kv_pages", "params"])
+
+
+TINY = "parity/data/models/deepseek_v2_lite"
+
+
+def test_examples_of_quantized_layers_run(capsys):
+    names: dict[str, Any] = {}
+    exec("\n".join(examples("docs/quantized_linear.md")), names)
+    _, converted, packed = capsys.readouterr().out.splitlines()
+    assert (names["y"].shape, set(names["layer"].tensors)) == ((4, 128), {"qweight", "qzeros", "scales"})
+    assert converted == "{'0.down': 'gptq', '0.up': 'fp8_channel', '1.down': 'gptq'}"
+    assert packed == "{'0.down': None, '1.down': None}"
+
+
+def test_example_of_embeddings_runs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (program,) = examples("docs/embed.md")
+    assert '"CHECKPOINT"' in program and "capacity=512" in program
+    names: dict[str, Any] = {}
+    exec(program.replace('"CHECKPOINT"', f'"{TINY}"').replace("capacity=512", "capacity=16"), names)
+    assert names["vectors"].shape == (2, names["embed"].model.config.features)
+
+
+def test_example_of_the_shipped_captures_runs(capsys):
+    (program,) = examples("parity/data/README.md")
+    exec(program, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(captures.load([captures.SHIPPED])) > 100
+    assert any(line.startswith("quant/nvfp4_hard ") and "'vllm': '0.26.0'" in line for line in lines)
+
+
+def test_example_of_captures_runs():
+    program = examples("docs/captures.md")[0]
+    assert '"more/captures"' in program
+    names: dict[str, Any] = {}
+    exec(program.replace('"more/captures"', f'"{ROOT}/parity/data/models"'), names)
+    assert {"name", "params", "inputs", "outputs"} <= set(dir(names["found"][0]))
+
+
+def test_example_of_the_hook_runs(tmp_path):
+    (program,) = examples("docs/capture.md")
+    golden = tmp_path / "golden.safetensors"
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    exec(program.replace("golden.safetensors", str(golden)), {"model": model, "tokens": jnp.ones((4, 2))})
+    (call,) = captures.read(golden)
+    assert [x.shape for x in call.outputs.values()] == [(4, 3)]
+
+
+def test_example_of_the_largest_model_fits_its_functions(monkeypatch):
+    """The checkpoint is too large: what would run is only called with what it takes."""
+    done = []
+
+    def only_bind(owner, name):
+        takes = inspect.signature(getattr(owner, name))
+
+        def bound(*args, **options):
+            takes.bind(*args, **options)
+            done.append(name)
+
+        monkeypatch.setattr(owner, name, bound)
+
+    only_bind(models.DeepseekV4ForCausalLM, "from_pretrained")
+    only_bind(models, "generate")
+    only_bind(models, "generate_with_drafts")
+    (program,) = examples("docs/models_v4.md")
+    exec(program, {})
+    assert done == ["from_pretrained", "generate", "generate_with_drafts"]
+
+
+def test_no_example_is_left_out():
+    """Pages with examples that no test here, in `test_tutorial` or in `test_capture_suites` runs."""
+    run = {f"docs/{Path(m.docs).name}" for m in MECHANISMS} | {"README.md", "docs/models.md", "docs/models_v4.md"}
+    run |= {f"docs/{name}.md" for name in ("quantized_linear", "embed", "capture", "captures", "port_a_model")}
+    found = {page for page in [*PAGES, "parity/data/README.md", "docs/results/README.md"] if examples(page)}
+    assert found - run == {"parity/data/README.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -127,6 +206,12 @@ def test_a_stale_table_is_found_and_mended(copy, capsys, script, name, written, 
     assert script.main([], copy) == 0
     assert script.main(["--check"], copy) == 0
     assert page.read_text("utf-8") == (ROOT / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "3bit_nc"])
+def test_rows_of_the_quality_table_are_those_of_the_code(preset):
+    """The whole table takes longer: python scripts/turboquant_quality.py --check."""
+    assert turboquant_quality.row(preset, 64, False) in turboquant_quality.PAGE.read_text("utf-8").splitlines()
 
 
 def test_a_page_without_markers_raises(copy):

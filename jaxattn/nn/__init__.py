@@ -12,7 +12,7 @@ from jaxattn.nn.latent import LatentCache, MLAttention
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.nn.moe import ExpertLoad, FusedMoE, MoEConfig
 from jaxattn.nn.norm import LayerNorm, RMSNorm
-from jaxattn.nn.quantized_linear import QuantizedLinear, QuantizedParam, quantize_module
+from jaxattn.nn.quantized_linear import QuantizedLinear, QuantizedParam, pack_module, quantize_module
 from jaxattn.nn.rotary import RotaryTable
 from jaxattn.nn.self_attention import Attention
 from jaxattn.nn.turboquant_cache import TurboQuantKVCache, turboquant_caches
@@ -46,6 +46,7 @@ __all__ = [
     "V4Batch",
     "V4Cache",
     "V32Cache",
+    "pack_module",
     "quantize_module",
     "turboquant_caches",
 ]

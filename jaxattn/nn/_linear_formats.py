@@ -1,5 +1,6 @@
 """What each format of a linear layer stores, how a weight gets there and how the layer multiplies with it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxattn.nn import _checkpoint_names as names
 from jaxattn.ops.quantize_fp8 import quantize_fp8
 from jaxattn.ops.quantize_int8 import quantize_int8
 from jaxattn.ops.scaled_matmul import scaled_matmul
 from jaxattn.ops.weight_only_matmul import weight_only_matmul
-from jaxattn.quant import awq, fp8, gptq, int8, marlin, mx, nf4, nvfp4
+from jaxattn.quant import awq, fp8, gptq, int8, marlin, mx, nf4, nvfp4, tiles, weights, wna16
 from jaxattn.quant import primitives as p
 
 BLOCK = 128
@@ -30,6 +32,8 @@ class Options:
     bits: int
     ue8m0: bool
     implementation: str | None
+    tiled: bool = False
+    """The tensors are those of `jaxattn.quant.tiles.pack`."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,14 @@ class Format:
     multiple_inputs: Callable[[Options], int] = lambda options: 1
     """Input features must be a multiple of this."""
     multiple_outputs: Callable[[Options], int] = lambda options: 1
-    aliases: Mapping[str, tuple[str, Callable[[Array], Array]]] | None = None
-    """Another name of a tensor -> its name here and how it is converted."""
+    matrix: Callable[[Mapping[str, Array | None], Options, str], Float[Array, "M F"]]
+    """The weight as numbers, input features first, in the named dtype."""
+    packs: tuple[Any, Mapping[str, str]] | None = None
+    """Weight-only formats: the op's name for it, and argument of the op -> tensor."""
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
+    """Tensors under names of other tools -> under those of `tensors`."""
     derive: Callable[[Mapping[str, Array]], Mapping[str, Array]] = lambda tensors: {}
     """Tensors that checkpoints do not hold, of those that they do."""
-
-
-def _inverse(x: Array) -> Array:
-    return p.inverse(jnp.asarray(x, jnp.float32).reshape(()))
 
 
 # ---------------------------------------------------------------- FP8 and INT8 activations
@@ -70,9 +74,9 @@ def _fp8_tensors(options: Options, *scale: int, name: str = "weight_scale", stat
 
 
 def _fp8_apply(x, t, options: Options, granularity: str):
-    scale = t.get("input_scale")
+    scale, bound = t.get("input_scale"), t.get("input_scale_ub")
     kind: Any = "tensor" if scale is not None else granularity
-    q, s = quantize_fp8(x, granularity=kind, scale=scale, implementation=options.implementation)
+    q, s = quantize_fp8(x, granularity=kind, scale=scale, upper_bound=bound, implementation=options.implementation)
     return scaled_matmul(
         q, t["weight"], s, t["weight_scale"], out_dtype=options.dtype, implementation=options.implementation
     )
@@ -89,6 +93,19 @@ def _fp8_block_apply(x, t, options: Options):
         out_dtype=options.dtype,
         implementation=options.implementation,
     )
+
+
+def _fp8_matrix(granularity: Any, scale: str = "weight_scale"):
+    def matrix(t, options: Options, dtype: str):
+        del options
+        return fp8.dequantize(t["weight"], t[scale], granularity, group=BLOCK, dtype=dtype).T
+
+    return matrix
+
+
+def _int8_matrix(t, options: Options, dtype: str):
+    del options
+    return int8.dequantize(t["weight"], t["weight_scale"], granularity="channel", dtype=dtype).T
 
 
 def _named(*names: str):
@@ -130,21 +147,32 @@ def _int8_quantize(w, options: Options):
 
 
 # ---------------------------------------------------------------- weight only
-def _weight_only(format: Any, w: str, scales: str, **more: str):
-    """`apply` of a weight-only format; `more` maps arguments of the op to tensors."""
+def _weight_only(format: Any, w: str, scales: str, **more: str) -> dict[str, Any]:
+    """`apply`, `matrix` and `packs` of a weight-only format; `more` maps arguments of the op to tensors."""
+    arguments = {"w": w, "scales": scales, **more}
 
     def apply(x, t, options: Options):
         return weight_only_matmul(
             x,
-            t[w],
-            t[scales],
             format=format,
             bits=options.bits,
+            tiled=options.tiled,
             implementation=options.implementation,
-            **{name: t[tensor] for name, tensor in more.items()},
+            **{name: t[tensor] for name, tensor in arguments.items()},
         )
 
-    return apply
+    def matrix(t, options: Options, dtype: str):
+        dequantize = tiles.dequantize if options.tiled else weights.dequantize
+        found = dequantize(
+            format=format,
+            M=options.inputs,
+            dtype=options.dtype,
+            bits=options.bits,
+            **{name: t[tensor] for name, tensor in arguments.items()},
+        )
+        return found.astype(dtype)
+
+    return {"apply": apply, "matrix": matrix, "packs": (format, arguments)}
 
 
 def _gptq_tensors(options: Options) -> dict[str, Tensor]:
@@ -166,7 +194,7 @@ def _gptq(version: int) -> Format:
         what=f"GPTQ version {version}, 2, 3, 4 or 8 bits",
         tensors=_gptq_tensors,
         quantize=quantize,
-        apply=_weight_only("gptq" if version == 1 else "gptq_v2", "qweight", "scales", zeros="qzeros", g_idx="g_idx"),
+        **_weight_only("gptq" if version == 1 else "gptq_v2", "qweight", "scales", zeros="qzeros", g_idx="g_idx"),
         multiple_inputs=lambda options: options.group,
         multiple_outputs=lambda options: 32 if options.bits == 3 else 32 // options.bits,
     )
@@ -215,10 +243,24 @@ def _book(format: Any) -> Format:
         what=f"bitsandbytes {format.upper()}, blocks of {nf4.BLOCK}",
         tensors=tensors,
         quantize=lambda w, options: _named("weight", "absmax")(nf4.quantize(w, format)),
-        apply=_weight_only(format, "weight", "absmax"),
+        **_weight_only(format, "weight", "absmax"),
         multiple_inputs=lambda options: nf4.BLOCK,
-        aliases={"weight.absmax": ("absmax", lambda x: x)},
+        read=lambda given: names.bitsandbytes(given, format),
     )
+
+
+def _wna16_tensors(options: Options) -> dict[str, Tensor]:
+    F, G, pack = options.outputs, options.inputs // options.group, 8 // options.bits
+    return {
+        "weight": Tensor((F, options.inputs // pack), "uint8"),
+        "weight_scale": Tensor((F, G), options.dtype),
+        "weight_zero_point": Tensor((F // pack, G), "uint8", required=False),
+    }
+
+
+def _wna16_quantize(w, options: Options):
+    q, s, _ = wna16.quantize(w, options.bits, options.group)
+    return {"weight": q, "weight_scale": s}
 
 
 FORMATS: dict[str, Format] = {
@@ -227,18 +269,23 @@ FORMATS: dict[str, Format] = {
         tensors=lambda options: _fp8_tensors(options, static=True),
         quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "tensor")),
         apply=lambda x, t, options: _fp8_apply(x, t, options, "token"),
+        matrix=_fp8_matrix("tensor"),
     ),
     "fp8_tensor": Format(
         what="E4M3, one scale for the weight; activations with a static scale or one for all tokens",
         tensors=lambda options: _fp8_tensors(options, static=True),
         quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "tensor")),
         apply=lambda x, t, options: _fp8_apply(x, t, options, "tensor"),
+        matrix=_fp8_matrix("tensor"),
     ),
     "fp8_channel": Format(
-        what="E4M3, one scale per output feature; activations with one per token",
-        tensors=lambda options: _fp8_tensors(options, options.outputs, 1),
+        what="E4M3, one scale per output feature; activations with one per token, FBGEMM's with an upper bound",
+        tensors=lambda options: (
+            _fp8_tensors(options, options.outputs, 1) | {"input_scale_ub": Tensor((), "float32", required=False)}
+        ),
         quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "channel")),
         apply=lambda x, t, options: _fp8_apply(x, t, options, "token"),
+        matrix=_fp8_matrix("channel"),
     ),
     "fp8_block": Format(
         what="E4M3, one scale per 128 x 128 block; activations with one per 128",
@@ -247,12 +294,14 @@ FORMATS: dict[str, Format] = {
         ),
         quantize=lambda w, options: _named("weight", "weight_scale_inv")(fp8.quantize(w, "block", ue8m0=options.ue8m0)),
         apply=_fp8_block_apply,
+        matrix=_fp8_matrix("block", "weight_scale_inv"),
     ),
     "int8": Format(
         what="INT8, one scale per output feature; activations symmetric, static or one scale per token",
         tensors=_int8_tensors,
         quantize=_int8_quantize,
         apply=lambda x, t, options: _int8_apply(x, t, options, True),
+        matrix=_int8_matrix,
     ),
     "int8_azp": Format(
         what="INT8, one scale per output feature; activations with zero points, static or per token",
@@ -262,6 +311,7 @@ FORMATS: dict[str, Format] = {
         derive=lambda tensors: {"weight_sums": jnp.sum(tensors["weight"], 1, dtype=jnp.int32)},
         quantize=_int8_quantize,
         apply=lambda x, t, options: _int8_apply(x, t, options, False),
+        matrix=_int8_matrix,
     ),
     "gptq": _gptq(1),
     "gptq_v2": _gptq(2),
@@ -269,7 +319,7 @@ FORMATS: dict[str, Format] = {
         what="AWQ, 4 bits",
         tensors=_awq_tensors,
         quantize=lambda w, options: _named("qweight", "qzeros", "scales")(awq.quantize(w.T, options.group)),
-        apply=_weight_only("awq", "qweight", "scales", zeros="qzeros"),
+        **_weight_only("awq", "qweight", "scales", zeros="qzeros"),
         multiple_inputs=lambda options: options.group,
         multiple_outputs=lambda options: 8,
     ),
@@ -277,36 +327,45 @@ FORMATS: dict[str, Format] = {
         what="Marlin's order of 4 or 8 bits",
         tensors=_marlin_tensors,
         quantize=lambda w, options: _named("qweight", "scales")(marlin.quantize(w.T, options.group, bits=options.bits)),
-        apply=_weight_only("marlin", "qweight", "scales"),
+        **_weight_only("marlin", "qweight", "scales"),
         multiple_inputs=lambda options: max(16, options.group),
         multiple_outputs=lambda options: 64,
+    ),
+    "wna16": Format(
+        what="4 or 8 bits along the input features, as compressed-tensors packs them; zero points if stored",
+        tensors=_wna16_tensors,
+        quantize=_wna16_quantize,
+        **_weight_only("wna16", "weight", "weight_scale", zeros="weight_zero_point"),
+        multiple_inputs=lambda options: math.lcm(options.group, 32 // options.bits),
+        multiple_outputs=lambda options: 8 // options.bits,
+        read=names.packed_words,
     ),
     "int8_weight": Format(
         what="INT8 weight, one scale per output feature; activations as they are",
         tensors=_rows("weight", "weight_scale", 1, 0, ("int8", "float32")),
         quantize=_int8_quantize,
-        apply=_weight_only("int8", "weight", "weight_scale"),
+        **_weight_only("int8", "weight", "weight_scale"),
     ),
     "fp8_weight": Format(
         what="E4M3 weight, one scale per output feature; activations as they are",
         tensors=_rows("weight", "weight_scale", 1, 0, (fp8.E4M3, "float32")),
         quantize=lambda w, options: _named("weight", "weight_scale")(fp8.quantize(w, "channel")),
-        apply=_weight_only("fp8", "weight", "weight_scale"),
+        **_weight_only("fp8", "weight", "weight_scale"),
     ),
     "mxfp8": Format(
         what="MXFP8 weight; activations as they are",
         tensors=_rows("weight", "weight_scale", 1, mx.GROUP, (fp8.E4M3, "uint8")),
         quantize=lambda w, options: _named("weight", "weight_scale")(mx.quantize(w, "mxfp8")),
-        apply=_weight_only("mxfp8", "weight", "weight_scale"),
+        **_weight_only("mxfp8", "weight", "weight_scale"),
         multiple_inputs=lambda options: mx.GROUP,
     ),
     "mxfp4": Format(
         what="MXFP4 weight; activations as they are",
         tensors=_rows("weight", "weight_scale", 2, mx.GROUP, ("uint8", "uint8")),
         quantize=lambda w, options: _named("weight", "weight_scale")(mx.quantize(w, "mxfp4")),
-        apply=_weight_only("mxfp4", "weight", "weight_scale"),
+        **_weight_only("mxfp4", "weight", "weight_scale"),
         multiple_inputs=lambda options: mx.GROUP,
-        aliases={"weight_packed": ("weight", lambda x: x)},
+        read=names.packed,
     ),
     "nvfp4": Format(
         what="NVFP4 weight; activations as they are",
@@ -319,12 +378,12 @@ FORMATS: dict[str, Format] = {
             weight_scale_2=Tensor((), "float32"),
         ),
         quantize=_nvfp4_quantize,
-        apply=_weight_only("nvfp4", "weight", "weight_scale", global_scale="weight_scale_2"),
+        **_weight_only("nvfp4", "weight", "weight_scale", global_scale="weight_scale_2"),
         multiple_inputs=lambda options: nvfp4.GROUP,
-        aliases={"weight_packed": ("weight", lambda x: x), "weight_global_scale": ("weight_scale_2", _inverse)},
+        read=names.packed,
     ),
     "nf4": _book("nf4"),
     "fp4": _book("fp4"),
 }
-WITH_GROUPS = ("gptq", "gptq_v2", "awq", "marlin")
-WIDTHS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "marlin": (4, 8)}
+WITH_GROUPS = ("gptq", "gptq_v2", "awq", "marlin", "wna16")
+WIDTHS = {name: weights.WIDTHS[name] for name in ("gptq", "gptq_v2", "marlin", "wna16")}

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
 from jaxattn.nn.cache import PagedBatch, PagedKVCache
-from jaxattn.nn.linear import make_linear
+from jaxattn.nn.linear import dtype_of, make_linear
 from jaxattn.nn.turboquant_cache import TurboQuantKVCache
 
 type Rotary = Callable[[Float[Array, "N heads D"], Int32[Array, " N"]], Float[Array, "N heads D"]]
@@ -106,11 +106,11 @@ class PagedAttention(nnx.Module):
             ValueError: x, cache and batch disagree in a size; NotImplementedError: as `jaxattn.paged_attention`.
         """
         op = "PagedAttention"
-        dtype = self.q_proj.kernel.dtype
+        dtype = dtype_of(self.q_proj)
         if not _checks.is_array(x) or x.ndim != 2 or x.shape[1] != self.features:
             given = f"shape {tuple(x.shape)}" if _checks.is_array(x) else type(x).__name__
             raise ValueError(f"{op}: x must be packed tokens [N M] with M={self.features}, got {given}")
-        _checks.check_dtype(op, "x", x, (jnp.dtype(dtype).name,), "cast it to the layer's dtype")
+        _checks.check_dtype(op, "x", x, (dtype,), "cast it to the layer's dtype")
         if cache.heads != (self.kv_heads, self.head_dim):
             raise ValueError(
                 f"{op}: the cache must hold K={self.kv_heads} heads of D={self.head_dim}, got K={cache.heads[0]} and "

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 from jaxattn import _checks
 from jaxattn.nn.attention import PagedAttention
 from jaxattn.nn.cache import PagedBatch, PagedKVCache
+from jaxattn.nn.turboquant_cache import TurboQuantKVCache
 from jaxattn.ops.cascade_attention import cascade_attention, check_groups, prefix_tree
 
 
@@ -66,7 +67,7 @@ class CascadeAttention(PagedAttention):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Float[Array, "N M"],
-        cache: PagedKVCache,
+        cache: PagedKVCache | TurboQuantKVCache,
         batch: PagedBatch,
         prefixes: SharedPrefixes | None = None,
     ) -> Float[Array, "N M"]:
@@ -74,16 +75,18 @@ class CascadeAttention(PagedAttention):
 
         Args:
             x: packed tokens.
-            cache: of plain or float8 numbers; one scale per token and head is not offered here.
+            cache: of plain or float8 numbers, where there are prefixes.
             batch: where the tokens belong.
             prefixes: what requests share; None = nothing, as `PagedAttention`.
 
         Raises:
-            as `PagedAttention`; ValueError: the cache has scales per token and head.
+            as `PagedAttention`; ValueError: the cache has scales per token and head, or is a `TurboQuantKVCache`.
         """
         if prefixes is None:
             return super().__call__(x, cache, batch)
-        if getattr(cache, "k_scale_pages", None) is not None:
+        if isinstance(cache, TurboQuantKVCache):
+            raise ValueError("CascadeAttention: a TurboQuantKVCache cannot be read in parts; leave prefixes out")
+        if cache.k_scale_pages is not None:
             raise ValueError(
                 "CascadeAttention: a cache with scales per token and head cannot be read in parts; leave prefixes out"
             )

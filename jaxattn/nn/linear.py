@@ -9,8 +9,6 @@ from jaxtyping import Array, Float
 
 from jaxattn import _products
 from jaxattn.nn.quantized_linear import QuantizedLinear
-from jaxattn.quant import fp8
-from jaxattn.quant import primitives as p
 
 
 def make_linear(
@@ -55,15 +53,13 @@ def project(linear: Any, x: Float[Array, "*B M"]) -> Float[Array, "*B F"]:
     return linear(x).astype(x.dtype)
 
 
-def matrix(linear: Any, dtype: DTypeLike) -> Float[Array, "M F"]:
-    """The matrix that a layer multiplies with, dequantized.
+def dtype_of(linear: Any) -> str:
+    """Name of the dtype that a layer takes and gives."""
+    return linear.options.dtype if isinstance(linear, QuantizedLinear) else linear.kernel.dtype.name
 
-    Raises:
-        ValueError: the layer has a format whose matrix cannot be written down here.
-    """
+
+def matrix(linear: Any, dtype: DTypeLike) -> Float[Array, "M F"]:
+    """The matrix that a layer multiplies with, dequantized, rounded to `dtype`."""
     if isinstance(linear, nnx.Linear):
         return linear.kernel[...]
-    if linear.format != "fp8_block":
-        raise ValueError(f"matrix: the format must be 'fp8_block' or none, got {linear.format!r}")
-    w = linear.weight[...]
-    return (p.wide(w) * fp8.expand(linear.weight_scale_inv[...], w.shape, "block", 128)).astype(dtype).T
+    return linear.matrix(dtype)

@@ -1,5 +1,6 @@
 """Linear layers with quantized weights, and the conversion of a model's linear layers."""
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxattn import _checks
 from jaxattn._mechanism import _nearest
 from jaxattn.nn._linear_formats import FORMATS, WIDTHS, WITH_GROUPS, Options, Tensor
+from jaxattn.quant import tiles
 
 _OP = "QuantizedLinear"
 
@@ -53,11 +55,12 @@ class QuantizedLinear(nnx.Module):
             in_features: M.
             out_features: F.
             format: one of `FORMATS`.
-            group: input features that share a scale, for gptq, gptq_v2, awq and marlin.
-            bits: width of codes, for gptq (2, 3, 4, 8) and marlin (4, 8).
+            group: input features that share a scale, for gptq, gptq_v2, awq, marlin and wna16.
+            bits: width of codes, for gptq (2, 3, 4, 8), marlin and wna16 (4, 8).
             ue8m0: fp8_block: scales are powers of two.
             use_bias: add one, in `dtype`.
-            dtype: of inputs and outputs, and of the scales of gptq, awq and marlin: bfloat16, float16 or float32.
+            dtype: of inputs and outputs, and of the scales of gptq, awq, marlin and wna16: bfloat16, float16 or
+                float32.
             implementation: handed to the ops.
 
         Raises:
@@ -80,6 +83,7 @@ class QuantizedLinear(nnx.Module):
             implementation=implementation,
         )
         check_sizes(_OP, format, self.options)
+        self.tile_bits: int | None = None
         for name, tensor in self.tensors.items():
             empty = jnp.zeros(tensor.shape, tensor.dtype) if tensor.required else None
             setattr(self, name, nnx.data(None) if empty is None else QuantizedParam(empty))
@@ -100,12 +104,11 @@ class QuantizedLinear(nnx.Module):
 
         Raises:
             KeyError: a tensor is missing, or one has a name that the format does not know;
-            ValueError: a shape; TypeError: a dtype.
+            ValueError: a shape, or a codebook or size of blocks of bitsandbytes that the format does not have;
+            TypeError: a dtype.
         """
         given = {n[len(prefix) :]: x for n, x in tensors.items() if n.startswith(prefix)}
-        for other, (name, convert) in (FORMATS[self.format].aliases or {}).items():
-            if other in given:
-                given[name] = convert(given.pop(other))
+        given = FORMATS[self.format].read(given)
         known = self.tensors
         takes = [*known, *([] if self.bias is None else ["bias"])]
         missing = [n for n, t in known.items() if t.required and n not in given]
@@ -125,8 +128,8 @@ class QuantizedLinear(nnx.Module):
         if "g_idx" in found and _consecutive(found["g_idx"], self.options.group):
             del found["g_idx"]  # kernels take it as an act-order
         found |= FORMATS[self.format].derive(found)
-        for name in known:
-            setattr(self, name, QuantizedParam(found[name]) if name in found else nnx.data(None))
+        self._store(found)
+        self.tile_bits = None
         if self.bias is not None:
             bias = Tensor((self.options.outputs,), self.options.dtype)
             self.bias[...] = _fitted(self.format, "bias", bias, given["bias"])
@@ -158,6 +161,58 @@ class QuantizedLinear(nnx.Module):
         layer.load(made | ({} if linear.bias is None else {"bias": linear.bias[...]}))
         return layer
 
+    def pack_tiles(self) -> None:
+        """Put the weight into the layout that the kernel of `weight_only_matmul` loads, once, in place.
+
+        A checkpoint's tensors are packed anew in every call, which takes longer than a product with few tokens.
+        Afterwards the attributes hold tiles; `load` takes a checkpoint's tensors as before. Numbers stay what they are,
+        but for float32 scales of blocks (nf4, fp4), see `jaxattn.quant.tiles`.
+
+        Raises:
+            ValueError: the format quantizes activations, or the sizes or the dtype have no tiles.
+        """
+        packs = FORMATS[self.format].packs
+        if packs is None:
+            raise ValueError(
+                f"{_OP}: format {self.format!r} quantizes activations; its kernels load a checkpoint's tensors as they "
+                "are, so leave them"
+            )
+        if self.tile_bits is not None:
+            return
+        format, names = packs
+        options, stored = self.options, self._arrays()
+        given = {argument: stored[name] for argument, name in names.items()}
+        try:
+            made = tiles.pack(**given, format=format, M=options.inputs, dtype=options.dtype, bits=options.bits)
+        except ValueError as e:
+            raise ValueError(f"{_OP}: {e}") from e
+        self._store({name: made[argument] for argument, name in names.items() if argument in made})
+        self.tile_bits = made["bits"]
+
+    def _arrays(self) -> dict[str, Array | None]:
+        """The tensors that are there, None for the others."""
+        stored = {name: getattr(self, name) for name in self.tensors}
+        return {name: None if v is None else v[...] for name, v in stored.items()}
+
+    def _store(self, arrays: Mapping[str, Array]) -> None:
+        for name in self.tensors:
+            setattr(self, name, QuantizedParam(arrays[name]) if name in arrays else nnx.data(None))
+
+    @property
+    def _layout(self) -> Options:
+        """The options that the stored arrays answer to."""
+        tiled = self.tile_bits is not None
+        return dataclasses.replace(self.options, bits=self.tile_bits, tiled=True) if tiled else self.options
+
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "M F"]:
+        """W transposed, as numbers: what stored codes stand for, input features first.
+
+        Args:
+            dtype: of the result; None = the layer's.
+        """
+        wanted = self.options.dtype if dtype is None else jnp.dtype(dtype).name
+        return FORMATS[self.format].matrix(self._arrays(), self._layout, wanted)
+
     def __call__(self, x: Float[Array, "*B M"]) -> Float[Array, "*B F"]:
         """The product, in the layer's dtype.
 
@@ -170,10 +225,8 @@ class QuantizedLinear(nnx.Module):
             given = f"shape {tuple(x.shape)}" if _checks.is_array(x) else type(x).__name__
             raise ValueError(f"{_OP}: x must have {options.inputs} numbers along its last axis, got {given}")
         _checks.check_dtype(_OP, "x", x, (options.dtype,), "cast it to the layer's dtype")
-        stored = {name: getattr(self, name) for name in self.tensors}
-        arrays = {name: None if v is None else v[...] for name, v in stored.items()}
         rows = x.reshape(math.prod(x.shape[:-1]), options.inputs)
-        y = FORMATS[self.format].apply(rows, arrays, options)
+        y = FORMATS[self.format].apply(rows, self._arrays(), self._layout)
         if self.bias is not None:
             y = y + self.bias[...]
         return y.astype(options.dtype).reshape(*x.shape[:-1], options.outputs)
@@ -229,6 +282,23 @@ def quantize_module(model: nnx.Module, rules: Mapping[str, str | Mapping[str, An
         )
     _replace(model, new)
     return formats
+
+
+def pack_module(model: nnx.Module) -> dict[str, str | None]:
+    """Let every `QuantizedLinear` of a model whose weight alone is quantized take its kernel's layout, in place.
+
+    Returns:
+        Path -> None where the layer is packed, else one sentence that says why it stays as it was.
+    """
+    found: dict[str, str | None] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, QuantizedLinear) and FORMATS[module.format].packs is not None:
+            try:
+                module.pack_tiles()
+                found[".".join(map(str, path))] = None
+            except ValueError as e:
+                found[".".join(map(str, path))] = str(e)
+    return dict(sorted(found.items()))
 
 
 def check_sizes(op: str, format: str, options: Options) -> None:

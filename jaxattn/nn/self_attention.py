@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxattn import _checks
 from jaxattn.nn.attention import Rotary
-from jaxattn.nn.linear import make_linear
+from jaxattn.nn.linear import dtype_of, make_linear
 from jaxattn.ops.attention import attention
 
 _OP = "Attention"
@@ -109,13 +109,13 @@ class Attention(nnx.Module):
             TypeError: x is not in the parameters' dtype; ValueError: its shape, or what `rotary` returned;
             NotImplementedError: as `jaxattn.attention`.
         """
-        dtype = self.q_proj.kernel.dtype
+        dtype = dtype_of(self.q_proj)
         rank = 3 if query_start is None else 2
         if not _checks.is_array(x) or x.ndim != rank or x.shape[-1] != self.features:
             given = f"shape {tuple(x.shape)}" if _checks.is_array(x) else type(x).__name__
             wanted = "a batch [B T M]" if rank == 3 else "packed tokens [N M]"
             raise ValueError(f"{_OP}: x must be {wanted} with M={self.features}, got {given}")
-        _checks.check_dtype(_OP, "x", x, (jnp.dtype(dtype).name,), "cast it to the layer's dtype")
+        _checks.check_dtype(_OP, "x", x, (dtype,), "cast it to the layer's dtype")
 
         def project(linear, heads):
             return linear(x).astype(dtype).reshape(*x.shape[:-1], heads, -1)

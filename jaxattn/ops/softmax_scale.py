@@ -31,6 +31,7 @@ def softmax_scale(
     | model | call | value |
     |---|---|---|
     | DeepSeek-V2, V3 (without YaRN) | `softmax_scale(192)` | 0.0721688 |
+    | DeepSeek-V2, factor 40, mscale 0.707 | `softmax_scale(192, yarn_factor=40, mscale_all_dim=0.707)` | 0.1147214 |
     | DeepSeek-V3, YaRN factor 40, mscale 1 | `softmax_scale(192, yarn_factor=40, mscale_all_dim=1)` | 0.1352338 |
     | DeepSeek-V4, mscale 0 whatever the factor | `softmax_scale(512, yarn_factor=16)` | 0.0441942 |
     | DeepSeek-V3.2 and V4 indexer, folded into the head weights | `softmax_scale(128, indexer_heads=64)` | 0.0110485 |

@@ -25,9 +25,11 @@ def grid(
     """Scales and zero points of every group of rows.
 
     Raises:
-        ValueError: the group does not divide M.
+        ValueError: the group does not divide M, or codes of `bits` do not fit a byte.
     """
     M, F = w.shape
+    if not 2 <= bits <= 8:
+        raise ValueError(f"codes must have 2 to 8 bits, got {bits}")
     if group < 1 or M % group:
         raise ValueError(f"the group must divide the {M} input features, got {group}")
     parts = p.wide(w).reshape(M // group, group, F)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from jaxattn.quant import primitives as p
@@ -38,6 +39,9 @@ class Nested(NamedTuple):
     codes: UInt8[Array, " B"]
     absmax: Float[Array, " B/256"]
     offset: Float[Array, ""]
+    book: Float[Array, "256"] | None = None
+    """A checkpoint's own `nested_quant_map`, whose last bits are those of the torch that made it; None =
+    `dynamic_codebook()`."""
 
 
 def codebook(format: Format) -> np.ndarray:
@@ -113,9 +117,11 @@ def quantize_absmax(absmax: Float[Array, " B"]) -> Nested:
 
 
 def dequantize_absmax(nested: Nested) -> Float[Array, " B"]:
-    """float32 absolute maxima."""
-    values = p.grouped(jnp.asarray(dynamic_codebook())[nested.codes.astype(jnp.int32)], NESTED_BLOCK)
-    return p.ungrouped(values * nested.absmax[:, None], nested.codes.size) + nested.offset
+    """float32 absolute maxima: code times absmax, rounded, plus the mean."""
+    book = jnp.asarray(dynamic_codebook() if nested.book is None else nested.book)
+    values = p.grouped(book[nested.codes.astype(jnp.int32)], NESTED_BLOCK)
+    products = lax.optimization_barrier(values * nested.absmax[:, None])  # no fused multiply-add
+    return p.ungrouped(products, nested.codes.size) + nested.offset
 
 
 def _nearest(x, book: np.ndarray):

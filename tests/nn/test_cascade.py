@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.nn import CascadeAttention, PagedAttention, PagedBatch, PagedKVCache, SharedPrefixes
+from jaxattn.nn import CascadeAttention, PagedAttention, PagedBatch, PagedKVCache, SharedPrefixes, TurboQuantKVCache
 from parity import tolerances
 
 M, H, K, D, PAGE, POOL = 24, 4, 2, 16, 16, 12
@@ -86,6 +86,8 @@ def test_messages(rng):
     with pytest.raises(ValueError, match="CascadeAttention: a window hides what requests share, got window=8"):
         layer(window=8)
     x = jnp.zeros((STARTS[-1], M), jnp.float32)
+    with pytest.raises(ValueError, match="a TurboQuantKVCache cannot be read in parts; leave prefixes out"):
+        layer()(x, TurboQuantKVCache(POOL, PAGE, K, D, "k8v4"), batch(), SharedPrefixes.find(batch(), PAGE))
     coded = PagedKVCache(POOL, PAGE, K, D, "int8", per_head=True)
     with pytest.raises(ValueError, match="a cache with scales per token and head cannot be read in parts"):
         layer()(x, coded, batch(), SharedPrefixes.find(batch(), PAGE))

@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn import quantize_fp8, quantize_int8, scaled_matmul, weight_only_matmul
-from jaxattn.nn import QuantizedLinear, QuantizedParam, quantize_module
+from jaxattn import quantize_fp8, quantize_int8, rope_table, scaled_matmul, weight_only_matmul
+from jaxattn.nn import (
+    Attention,
+    CascadeAttention,
+    LatentCache,
+    MLAttention,
+    PagedAttention,
+    PagedBatch,
+    PagedKVCache,
+    QuantizedLinear,
+    QuantizedParam,
+    SharedPrefixes,
+    quantize_module,
+)
 from jaxattn.nn._linear_formats import FORMATS
 from jaxattn.quant import awq, fp8, gptq, int8, nvfp4, weights
 
@@ -140,6 +152,17 @@ def test_weight_only_formats_store_what_their_quantizer_makes(format, weight):
     }
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_matrix_is_what_the_layer_multiplies_with(format, weight):
+    """The identity gives it back, but where activations are rounded to 8 bits."""
+    layer = QuantizedLinear.from_linear(linear(weight, bias=False), format=format)
+    if format not in ("int8", "int8_azp", "fp8", "fp8_tensor", "fp8_channel", "fp8_block"):
+        np.testing.assert_array_equal(layer(jnp.eye(M, dtype=jnp.bfloat16)), layer.matrix())
+    assert layer.matrix("float32").shape == (M, F) and layer.matrix("float32").dtype == jnp.float32
+    error = float(jnp.linalg.norm((layer.matrix() - weight.T).astype(jnp.float32)))
+    assert error < STEPS.get(format.partition("_")[0], 1 / 3) * float(jnp.linalg.norm(weight.astype(jnp.float32)))
+
+
 def test_optimizers_see_the_bias_only(weight, x):
     layer = QuantizedLinear.from_linear(linear(weight), format="awq")
     assert {path for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))} == {("bias",)}
@@ -188,6 +211,39 @@ def test_a_model_is_converted_by_path():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, M)), jnp.float32)
     y, exact = nnx.jit(lambda m, x: m(x))(model, x), Model()(x)
     assert float(jnp.linalg.norm(y - exact)) < STEPS["fp8"] * 2 * float(jnp.linalg.norm(exact))
+
+
+def attend(layer, x):
+    """Two requests' tokens through an attention layer of its own kind."""
+    if isinstance(layer, Attention):
+        return layer(x[None])[0]
+    pages, lengths, start = jnp.array([[1], [0]]), jnp.array([5, 4]), jnp.array([0, 5, 9])
+    batch = PagedBatch.from_lengths(pages, lengths, start, tokens=9, page=16)
+    if isinstance(layer, MLAttention):
+        return layer(x, LatentCache(num_pages=2, page=16, kv_rank=64, rope_dim=16), batch)
+    cache = PagedKVCache(num_pages=2, page=16, kv_heads=2, head_dim=64)
+    if isinstance(layer, CascadeAttention):
+        return layer(x, cache, batch, SharedPrefixes(jnp.array([[0, 2]]), jnp.array([[0]])))
+    return layer(x, cache, batch)
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp4"])
+@pytest.mark.parametrize("kind", [PagedAttention, Attention, CascadeAttention, MLAttention])
+def test_attention_layers_are_converted_whole(kind, format, x):
+    sizes = {"heads": 4, "implementation": "reference", "rngs": nnx.Rngs(0)}
+    if kind is MLAttention:
+        table = rope_table(16, 16)
+        sizes |= {"table": table, "scale": 0.1, "q_rank": 64, "kv_rank": 64, "nope_dim": 32, "value_dim": 32}
+    else:
+        sizes |= {"kv_heads": 2, "head_dim": 64, "use_bias": True}
+    layer, tokens = kind(M, **sizes), x.reshape(-1, M)[:9]
+    exact = attend(layer, tokens)
+    assert set(quantize_module(layer, {"*": format}).values()) == {format}
+    assert not [m for _, m in nnx.iter_modules(layer) if isinstance(m, nnx.Linear)]
+    y = attend(layer, tokens)
+    assert y.shape == exact.shape and y.dtype == exact.dtype
+    lost = float(jnp.linalg.norm((y - exact).astype(jnp.float32)) / jnp.linalg.norm(exact.astype(jnp.float32)))
+    assert 0 < lost < 2 * STEPS.get(format.partition("_")[0], 1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -279,16 +335,16 @@ def test_layers_that_cannot_be(options, error, message):
         (
             {"weight": None},
             KeyError,
-            "QuantizedLinear: format 'fp8_channel' needs weight, weight_scale, but weight of prefix '' is missing; "
-            "there are weight_scale",
+            "QuantizedLinear: format 'fp8_channel' needs weight, weight_scale, input_scale_ub, but weight of prefix "
+            "'' is missing; there are weight_scale",
         ),
         (
             {"bias": jnp.zeros(F)},
             KeyError,
-            "QuantizedLinear: format 'fp8_channel' takes weight, weight_scale, got bias as well; make the layer with "
-            "use_bias=True",
+            "QuantizedLinear: format 'fp8_channel' takes weight, weight_scale, input_scale_ub, got bias as well; make "
+            "the layer with use_bias=True",
         ),
-        ({"zeros": jnp.zeros(F)}, KeyError, "takes weight, weight_scale, got zeros as well"),
+        ({"zeros": jnp.zeros(F)}, KeyError, "takes weight, weight_scale, input_scale_ub, got zeros as well"),
         (
             {"weight": jnp.zeros((M, F), jnp.float8_e4m3fn)},
             ValueError,

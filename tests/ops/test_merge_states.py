@@ -172,7 +172,7 @@ def call(**changes):
             "prefix_lse must have dtype float32, got bfloat16",
         ),
         ({"out_scale": jnp.ones(3)}, ValueError, r"out_scale must be one number, got shape \(3,\)"),
-        ({"implementation": "triton"}, ValueError, "must be None or one of reference, mosaic, got 'triton'"),
+        ({"implementation": "cuda"}, ValueError, "must be None or one of reference, mosaic, got 'cuda'"),
     ],
 )
 def test_messages(changes, error, message):

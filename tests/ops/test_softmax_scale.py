@@ -7,19 +7,20 @@ import pytest
 
 from jaxattn import rope_magnitude, softmax_scale, yarn_mscale
 
-DIGITS = 7
+DIGITS = 10
 
 
 @pytest.mark.parametrize(
     ("call", "value"),
     [
-        ({"head_dim": 128}, 0.0883883),
-        ({"head_dim": 192}, 0.0721688),
-        ({"head_dim": 192, "yarn_factor": 40, "mscale_all_dim": 1.0}, 0.1352338),
-        ({"head_dim": 192, "yarn_factor": 1, "mscale_all_dim": 1.0}, 0.0721688),
-        ({"head_dim": 512}, 0.0441942),
-        ({"head_dim": 512, "yarn_factor": 16}, 0.0441942),
-        ({"head_dim": 128, "indexer_heads": 64}, 0.0110485),
+        ({"head_dim": 128}, 0.0883883476),
+        ({"head_dim": 192}, 0.0721687836),
+        ({"head_dim": 192, "yarn_factor": 40, "mscale_all_dim": 0.707}, 0.1147213868),
+        ({"head_dim": 192, "yarn_factor": 40, "mscale_all_dim": 1.0}, 0.1352337789),
+        ({"head_dim": 192, "yarn_factor": 1, "mscale_all_dim": 1.0}, 0.0721687836),
+        ({"head_dim": 512}, 0.0441941738),
+        ({"head_dim": 512, "yarn_factor": 16}, 0.0441941738),
+        ({"head_dim": 128, "indexer_heads": 64}, 0.0110485435),
     ],
 )
 def test_constants_of_models(call, value):

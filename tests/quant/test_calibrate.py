@@ -43,7 +43,7 @@ def test_gptq_beats_rounding_to_nearest(layer, bits, symmetric, act_order):
     assert error(judge, w, found.dequantize()) < plain
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_awq_beats_rounding_to_nearest(layer, bits):
     w, fit, judge = layer
     options = {"bits": bits, "group": GROUP, "symmetric": False}
@@ -101,6 +101,8 @@ def test_sizes_that_do_not_fit(layer):
     w, fit, _ = layer
     with pytest.raises(ValueError, match=r"the curvature of 128 input features must be \[128, 128\], got \(64, 64\)"):
         calibrate.gptq(w, jnp.eye(64))
+    with pytest.raises(ValueError, match=r"codes must have 2 to 8 bits, got 9"):
+        calibrate.nearest(w, bits=9, group=GROUP)
     with pytest.raises(ValueError, match=r"the group must divide the 128 input features, got 48"):
         calibrate.gptq(w, jnp.eye(M), group=48)
     with pytest.raises(ValueError, match=r"the activations of 128 input features must be \[N, 128\], got \(256, 64\)"):

@@ -194,6 +194,19 @@ def test_int8_products_are_exact(width, rng):
     np.testing.assert_array_equal(int8.product(jnp.asarray(a), jnp.asarray(b)), a.astype(np.int64) @ b.T.astype(int))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts_int8_rounds_in_the_dtype_of_the_weight(dtype, rng):
+    w = (rng.standard_normal((3, 16, 128)) * 0.05).astype(dtype)
+    w[0, 0], w[1, 2, :3] = 0, (-0.0, 1, -1)
+    q, s = jax.jit(int8.experts_int8)(jnp.asarray(w))
+    exact = w.astype(np.float32)
+    scale = (np.abs(exact).max(-1, keepdims=True) / np.float32(127)).astype(dtype).astype(np.float32)
+    quotient = np.divide(exact, scale, out=np.zeros_like(exact), where=scale > 0).astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(s, scale)
+    np.testing.assert_array_equal(q, np.clip(np.rint(quotient), -127, 127))
+    assert (np.asarray(q) != int8.quantize(jnp.asarray(w), "channel")[0]).any() == (dtype != "float32")
+
+
 def test_int8_nan_is_zero_and_stays_in_its_place():
     x = jnp.array([[1.0, jnp.nan, -2.0]])
     assert int8.quantize(x)[0].tolist() == [[64, 0, -127]]
@@ -344,6 +357,21 @@ def test_gptq_by_hand():
     stored = jnp.asarray(np.array([[0xF8765432]], np.uint32).view(np.int32))
     assert gptq.unpack(qweight, stored, 4, version=1)[1].tolist() == [[3, 4, 5, 6, 7, 8, 9, 16]]
     assert gptq.unpack(qweight, stored, 4, version=2)[1].tolist() == [[2, 3, 4, 5, 6, 7, 8, 15]]
+
+
+def test_gptq_of_3_and_2_bits_by_hand():
+    """Code 10 has two bits in the first word and one in the second, code 21 one and two; 2-bit codes never straddle."""
+    q = np.zeros((32, 32), np.uint8)
+    q[10, 0] = q[21, 1] = 7
+    q[[0, 9, 11, 31], 2] = 1, 2, 3, 4
+    words, _ = gptq.pack(jnp.asarray(q), jnp.full((1, 32), 4), 3)
+    found = np.asarray(words).view(np.uint32)
+    assert found.shape == (3, 32)
+    assert found[:, 0].tolist() == [0b11 << 30, 1, 0]
+    assert found[:, 1].tolist() == [0, 1 << 31, 0b11]
+    assert found[:, 2].tolist() == [1 | 2 << 27, 3 << 1, 4 << 29]
+    words, _ = gptq.pack(jnp.asarray(q[:16] & 3), jnp.full((1, 32), 2), 2)
+    assert np.asarray(words).view(np.uint32)[0, [0, 2]].tolist() == [3 << 20, 1 | 2 << 18 | 3 << 22]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
