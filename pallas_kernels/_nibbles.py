@@ -429,7 +429,7 @@ def start(
 
     def emit(context, x, sums, words, scales, *zeros):
         del context
-        acc = _Emitter(code, kind, width, part).started(x, _inline.registers(sums), words, scales, *zeros, n=n)
+        acc = _Emitter(code, kind, width, part).begun(x, _inline.registers(sums), words, scales, *zeros, n=n)
         return _inline.array(acc, n, jnp.float32)
 
     given, acc = () if zeros is None else (zeros,), _inline.WGMMA
@@ -463,13 +463,13 @@ class _Emitter(_decode._Emitter):
 
     def products(self, x, sums, words, scales, zeros=None, *, n: int):
         accs = [
-            self.started(x, _inline.registers(acc), words[i], scales[i], zeros[i] if zeros else None, n=n)
+            self.begun(x, _inline.registers(acc), words[i], scales[i], zeros[i] if zeros else None, n=n)
             for i, acc in enumerate(sums)
         ]
         flat, each = _inline.wait([x for acc in accs for x in acc], 0, jnp.float32), len(accs[0])
         return [_inline.array(flat[i * each : (i + 1) * each], n, jnp.float32) for i in range(len(accs))]
 
-    def started(self, x, acc, words, scales, zeros=None, *, n: int):
+    def begun(self, x, acc, words, scales, zeros=None, *, n: int):
         zero = self.offsets(None) if zeros is None else self.zero_points(zeros)
         tile = self.fragment(self.lane_words(words), self.scale_numbers(scales), zero)
         for half in range(2):
