@@ -217,7 +217,8 @@ def _shared(kernel: Kernel, config: Any, static: Args) -> Callable[[Args], Any]:
         return kernel.run(config=config, **arrays, **static)
 
     trace = _mosaic.current_trace()
-    if trace is None or _mosaic.interpreting():
+    nested = any(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(static))  # tracers look alike
+    if trace is None or nested or _mosaic.interpreting():
         return call
     key = kernel.run, repr(config), repr(sorted(static.items()))
     return _traced.setdefault(trace, {}).setdefault(key, jax.jit(call))

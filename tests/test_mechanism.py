@@ -184,6 +184,18 @@ def test_equal_calls_of_a_program_share_one_kernel():
     assert text.count("call @") == 8 and text.count("func private") == 4
 
 
+def test_arrays_inside_of_options_keep_kernels_apart():
+    """Two tracers look the same, so what holds them is never taken for equal."""
+
+    def add(*, config, x, terms):
+        return x + terms[0]
+
+    record = mechanism({"mosaic": dataclasses.replace(kernel("mosaic"), run=add)}, grads=())
+    two = jax.jit(lambda x, a, b: tuple(run(record, {"x": x, "terms": (term,)}, None) for term in (a, b)))
+    for found, term in zip(two(X, 1 * X, 2 * X), (1, 2), strict=True):
+        np.testing.assert_array_equal(found, X + term * X)
+
+
 def test_another_program_traces_its_kernels_anew():
     """What is patched between two programs counts; calls outside of a program share nothing."""
     seen = []
