@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mhc_once, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mhc_cluster, _mhc_once, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -61,6 +61,8 @@ class Config:
     splits: int = 8
     stages: int = 4
     once: bool = False
+    cluster: bool = False
+    clusters: int | None = None
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -68,6 +70,10 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.cluster and not self.once:
+            raise ValueError("cluster=True needs once=True: only blocks that read streams once share tokens")
+        if self.clusters is not None and (self.clusters < 1 or not self.cluster):
+            raise ValueError(f"clusters must be at least 1 and needs cluster=True, got {self.clusters}")
 
 
 def why_not(*, residual, y, **_) -> str | None:
@@ -84,16 +90,27 @@ def why_not(*, residual, y, **_) -> str | None:
 
 def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
     if config.once:
-        return _mhc_once.why_not(M, config.stages, updated) is None
+        return _why_not_once(config, M, updated) is None
     steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
     fits = not updated or all(getattr(config, name) == value for name, value in _UPDATED.items())
     return fits and not rest and steps >= config.stages
 
 
+def _why_not_once(config: Config, M: int, updated: bool) -> str | None:
+    return (_mhc_cluster if config.cluster else _mhc_once).why_not(M, config.stages, updated)
+
+
+def read_once(name: str, config: Config, *args: Any, **update: Any) -> tuple[jax.Array, ...]:
+    """`_mhc_once.launch`, or by clusters."""
+    if config.cluster:
+        return _mhc_cluster.launch(name, config.stages, *args, at_once=config.clusters, **update)
+    return _mhc_once.launch(name, config.stages, *args, **update)
+
+
 def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
     """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
     if config.once:
-        why_not = _mhc_once.why_not(M, config.stages, updated)
+        why_not = _why_not_once(config, M, updated)
         if why_not is not None:
             raise ValueError(f"{op}: {why_not}")
     if not _legal(config, C, M, updated):
@@ -120,7 +137,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     _, C, M = residual.shape
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
     every = [c for c in every if c.stages * c.rows <= 512]
-    every += [Config(once=True, stages=n) for n in (3, 4, 5, 6)]
+    every += [Config(once=True, stages=n, cluster=cluster) for cluster in (False, True) for n in (3, 4, 5, 6)]
     return [c for c in every if _legal(c, C, M, y is not None)]
 
 
@@ -135,9 +152,7 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     numbers |= {"eps": eps, "rms_eps": rms_eps}
     if config.once:
         given: Any = {} if y is None else {"update": (y, _by_coefficient(post, comb, N - N % -_mhc_once.TOKENS))}
-        x, *new, parts, squares = _mhc_once.launch(
-            "mhc_once", config.stages, flat, fn, scale, base, eps, rms_eps, **given
-        )
+        x, *new, parts, squares = read_once("mhc_once", config, flat, fn, scale, base, eps, rms_eps, **given)
         new = [streams.reshape(N, C, M) for streams in new]
         return x, *_finish_matrices(N, M, parts, squares, scale, base, **numbers), *new
     weights = split_weights(fn)

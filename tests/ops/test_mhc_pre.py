@@ -122,19 +122,21 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
 
 
 ONCE = {
-    # tokens, M, stages, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
-    "two-groups-of-two": (20, 512, 2, False, 4),
-    "updated": (53, 256, 3, True, 1),
+    # tokens, M, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
+    "two-groups-of-two": (20, 512, False, 4, {"stages": 2}),
+    "updated": (53, 256, True, 1, {"stages": 3}),
+    "two-clusters-of-two": (53, 512, False, 4, {"stages": 2, "cluster": True, "clusters": 2}),
+    "updated-cluster": (53, 512, True, 2, {"stages": 2, "cluster": True}),
 }
 
 
-@pytest.mark.parametrize(("N", "M", "stages", "fused", "multiprocessors"), ONCE.values(), ids=ONCE)
-def test_streams_may_be_read_once(N, M, stages, fused, multiprocessors, rng, monkeypatch):
+@pytest.mark.parametrize(("N", "M", "fused", "multiprocessors", "how"), ONCE.values(), ids=ONCE)
+def test_streams_may_be_read_once(N, M, fused, multiprocessors, how, rng, monkeypatch):
     monkeypatch.setattr(_mosaic, "num_sms", lambda: multiprocessors)
     args = make_inputs(rng, N, M, fused=fused)
     weights = {name: args[name] for name in ("fn", "scale", "base")}
     with _mosaic.interpret():
-        x, post, comb, *streams = mhc_pre(**args, implementation="mosaic", config=Config(once=True, stages=stages))
+        x, post, comb, *streams = mhc_pre(**args, implementation="mosaic", config=Config(once=True, **how))
         updated = args["residual"]
         if fused:
             updated = mhc_post(*(args[n] for n in ("residual", "y", "post", "comb")), implementation="mosaic")
