@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
 from pallas_kernels._exchange import everywhere, keep
-from pallas_kernels._inline import WGMMA, arith, bits, ir, llvm, utils
+from pallas_kernels._inline import WGMMA, arith, bits, ir, utils
 from pallas_kernels._inline_mma import TOKENS, address, assembly
 
 GATES = 4
@@ -133,7 +133,7 @@ def receive(
         eps: added to it.
         rest: () or references [16, O] of sums and [16] of squares in global memory; the first four are not written.
     """
-    count, own, words = lines(outputs), TOKENS // members, GATES * lines(outputs)
+    own, words = TOKENS // members, GATES * lines(outputs)
 
     def emit(context, slot, barriers, turn, *rest):
         del context
@@ -241,7 +241,7 @@ def _literal(x: float) -> str:
 
 
 def _rank():
-    """This block's number in the cluster."""
+    """The number of the thread block in its cluster."""
     [rank] = assembly(["mov.u32 $0, %cluster_ctarank;"], ["=r"], [], effects=False)
     return rank
 
@@ -268,7 +268,7 @@ def _wait(barrier, turn, size: int) -> None:
     """Wait for the messages of a turn, then expect `size` bytes more, those of the next."""
     parity = arith.andi(turn.registers.item(), _c(1))
     text = [".reg .pred p;", ".reg .b32 n;", "mov.u32 n, 0;", "LOOK:"]
-    text += ["mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;", "@p bra SEEN;"]
+    text += ["mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;", "@p bra SEEN;"]
     text += ["add.u32 n, n, 1;", f"setp.gt.u32 p, n, {_PATIENCE};", "@p trap;", "bra LOOK;", "SEEN:"]
     text += ["and.b32 n, $2, 127;", "setp.eq.u32 p, n, 0;"]
     text += [f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size};"]

@@ -1,9 +1,9 @@
 """Gates and weighted sum of hyper-connected streams in one pass over memory, by clusters, on Mosaic GPU (Hopper).
 
 As `_mhc_once`, M / 256 thread blocks share 16 tokens and keep their columns' weights in registers; but they are one
-cluster. CUDA runs the blocks of a cluster at the same time or not at all, so their waiting for each other ends, whatever
-else runs on the GPU: this form may be a default. They exchange sums through each other's shared memory (`_mail`), a
-third of the way through the L2 cache, and with nothing to set to zero before the launch.
+cluster. CUDA runs the blocks of a cluster at the same time or not at all, so their waiting for each other ends whatever
+else runs on the GPU, and this form may be a default. They exchange sums through each other's shared memory (`_mail`),
+which is nearer than the L2 cache and needs nothing set to zero before the launch.
 
 A block has four warpgroups. Two multiply and do nothing else; the third fetches tiles and mixes them when their gates
 are known; the fourth adds up what warps and blocks found and, where streams are updated first, updates them. So no
@@ -33,7 +33,7 @@ _STREAMS, _PIECES = 4, COLUMNS // SPAN
 _MULTIPLIERS, _MIXER, _ADDER = 2, 2, 3
 _AHEAD = 1
 """Tiles that are updated before the sums of one are sent."""
-_REGISTERS = {False: (208, 56, 40), True: (200, 48, 64)}
+_REGISTERS = {False: (208, 56, 40), True: (200, 56, 56)}
 """Of those that multiply, mix and add up; together those of four warpgroups at launch. True: streams are updated."""
 _UNEVEN = 12
 """Multiprocessors that clusters of 8 leave over on an H100, 120 of 132 work: github.com/accel-sim/gpu-app-collection,
@@ -197,12 +197,6 @@ def _block(p: _Plan, r: Any) -> None:
     if not _mosaic.interpreting():
         _mail.begin(r.mail_barriers, p.outputs)
 
-    @pl.when(warpgroup < _MULTIPLIERS)
-    def _():
-        plgpu.set_max_registers(multiplying, action="increase")
-        _multiply(p, r, member, warpgroup, count)
-        _mail.end()
-
     @pl.when(warpgroup == _MIXER)
     def _():
         plgpu.set_max_registers(mixing, action="decrease")
@@ -213,6 +207,13 @@ def _block(p: _Plan, r: Any) -> None:
     def _():
         plgpu.set_max_registers(adding, action="decrease")
         _add_up(p, r, member, count, tile)
+        _mail.end()
+
+    # last: what a later branch needs would take a register here
+    @pl.when(warpgroup < _MULTIPLIERS)
+    def _():
+        plgpu.set_max_registers(multiplying, action="increase")
+        _multiply(p, r, member, warpgroup, count)
         _mail.end()
 
 
@@ -241,6 +242,7 @@ def _multiply(p: _Plan, r: Any, member, half, count) -> None:
 def _mix(p: _Plan, r: Any, member, count, tile) -> None:
     """Fetch tiles; weighted sums of each when its gates are known."""
     strips, pieces = _mosaic.strips(jnp.bfloat16, 128), pl.ds(member * _PIECES, _PIECES)
+    scale, base = r.scale[0], [r.base[i] for i in range(_STREAMS)]
 
     def tokens(i):
         return pl.ds(tile(i) * TOKENS, TOKENS)
@@ -256,7 +258,8 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
 
     def step(i, _):
         slot = _slot(p, i)
-        gates = _gates(p, r, member, i, tile, strips.reduce(1))
+        u = [x * scale + shift for x, shift in zip(_normed(p, r, member, i, tile, strips.reduce(1)), base, strict=True)]
+        gates = [1 / (1 + jnp.exp(-x)) + p.eps for x in u]
         gates = [lax.broadcast_in_dim(gate, (TOKENS, SPAN), [0]) for gate in gates]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last sums are stored
         for piece in range(_PIECES):
@@ -265,7 +268,7 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
                 operator.add, [x.astype(f32) * gate for x, gate in zip(streams, gates, strict=True)]
             )
             _inline_memory.store_span(r.out.at[piece], mixed.astype(jnp.bfloat16), strips)
-        # the whole slot is read: by the others, and stored where it was updated, before they sent what gates are made of
+        # the whole slot is read: others had read, and stored, theirs when they sent what gates are made of
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(r.out.transpose((1, 0, 2)), r.o.at[tokens(i), pieces])
         pl.when(i + p.stages < count)(lambda: fetch(i + p.stages))
@@ -276,24 +279,20 @@ def _mix(p: _Plan, r: Any, member, count, tile) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _gates(p: _Plan, r: Any, member, i, tile, layout: Any) -> list[jax.Array]:
-    """The gates of a tile's tokens, [16] each, when all blocks have sent what they are made of."""
-    if _mosaic.interpreting():
-        plgpu.barrier_wait(r.told.at[lax.rem(i, i32(p.told))])
-        sums = r.messages[tile(i)].sum(0)
-        norm = lax.rsqrt(sums[:, p.outputs] * (1 / (_STREAMS * p.M)) + p.rms_eps)
-        u = [sums[:, j] * norm for j in range(_STREAMS)]
-        if p.outputs > _STREAMS:
-            own, first = r.messages.at[tile(i), :, pl.ds(member * p.own, p.own)][...].sum(0), tile(i) * TOKENS
-            mine = pl.ds(first + member * p.own, p.own)
-            r.parts[0, mine, _STREAMS:] = own[:, _STREAMS : p.outputs]
-            r.squares[0, mine] = own[:, p.outputs]
-    else:
+def _normed(p: _Plan, r: Any, member, i, tile, layout: Any) -> list[jax.Array]:
+    """What the gates of a tile's tokens are made of, [16] each, when all blocks have sent it."""
+    if not _mosaic.interpreting():
         slot = _slot(p, i)
-        turn = lax.div(i, i32(p.stages))
-        u = _mail.take(r.mail.at[slot], r.mail_barriers.at[slot], turn, p.outputs, layout)
-    u = [x * r.scale[0] + r.base[j] for j, x in enumerate(u)]
-    return [1 / (1 + jnp.exp(-x)) + p.eps for x in u]
+        return _mail.take(r.mail.at[slot], r.mail_barriers.at[slot], lax.div(i, i32(p.stages)), p.outputs, layout)
+    plgpu.barrier_wait(r.told.at[lax.rem(i, i32(p.told))])
+    sums = r.messages[tile(i)].sum(0)
+    norm = lax.rsqrt(sums[:, p.outputs] * (1 / (_STREAMS * p.M)) + p.rms_eps)
+    if p.outputs > _STREAMS:
+        own = r.messages.at[tile(i), :, pl.ds(member * p.own, p.own)][...].sum(0)
+        mine = pl.ds(tile(i) * TOKENS + member * p.own, p.own)
+        r.parts[0, mine, _STREAMS:] = own[:, _STREAMS : p.outputs]
+        r.squares[0, mine] = own[:, p.outputs]
+    return [sums[:, j] * norm for j in range(_STREAMS)]
 
 
 def _add_up(p: _Plan, r: Any, member, count, tile) -> None:

@@ -125,7 +125,7 @@ ONCE = {
     # tokens, M, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
     "two-groups-of-two": (20, 512, False, 4, {"stages": 2}),
     "updated": (53, 256, True, 1, {"stages": 3}),
-    "two-clusters-of-two": (53, 512, False, 4, {"stages": 2, "cluster": True, "clusters": 2}),
+    "two-clusters-of-two": (69, 512, False, 4, {"stages": 2, "cluster": True, "clusters": 2}),
     "updated-cluster": (53, 512, True, 2, {"stages": 2, "cluster": True}),
 }
 
@@ -165,9 +165,9 @@ def test_a_token_read_once_is_not_its_neighbours(rng, monkeypatch):
 
 def build(name):
     """For the compiler: `mhc_pre` that reads streams once."""
-    M, fused = int(name.split("-")[0]), name.endswith("fused")
+    M, fused, cluster = int(name.split("-")[0]), name.endswith("fused"), "cluster" in name
     args = make_inputs(np.random.default_rng(0), 16, M, fused=fused)
-    config = Config(once=True, stages=5 if fused else 6)
+    config = Config(once=True, stages=6 - fused - (fused and cluster), cluster=cluster)
     return lambda args: mhc_pre(**args, implementation="mosaic", config=config), (args,)
 
 
@@ -177,7 +177,8 @@ def test_reading_once_compiles_without_spills(monkeypatch):
     """Registers hold weights, so there are few to spare, and fewest for 28 senders of messages beside an update."""
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(Path(__file__).parent)]))
-    for record in _aot.compile_report("test_mhc_pre:build", ["7168", "7168-fused"]):
+    names = ["7168", "7168-fused", "4096-cluster", "4096-cluster-fused"]
+    for record in _aot.compile_report("test_mhc_pre:build", names):
         assert record.error is None, record.name
         assert (len(record.kernels), record.spill_bytes) == (2, 0), record.name
 
@@ -187,6 +188,25 @@ def test_too_few_multiprocessors_to_read_once(rng, monkeypatch):
     few = r"^mhc_pre: once=True needs M / 256 multiprocessors, got M=1024 and 3; take once=False\b"
     with _mosaic.interpret(), pytest.raises(ValueError, match=few):
         mhc_pre(**make_inputs(rng, 2, 1024), implementation="mosaic", config=Config(once=True))
+
+
+def test_what_clusters_cannot_do(rng, monkeypatch):
+    with pytest.raises(ValueError, match=r"^cluster=True needs once=True\b"):
+        Config(cluster=True)
+    for wrong in ({"clusters": 2}, {"clusters": 0, "once": True, "cluster": True}):
+        with pytest.raises(ValueError, match=r"^clusters must be at least 1 and needs cluster=True, got [02]$"):
+            Config(**wrong)
+    cases = (
+        (768, False, 2, r"cluster=True needs M to be one of 256, 512, 1024, 2048, 4096, got 768; take cluster=False"),
+        (512, False, 7, r"cluster=True needs 2 to 6 stages, got 7"),
+        (512, True, 5, r"cluster=True needs 2 to 4 stages where streams are updated first, got 5"),
+        (4096, False, 2, r"cluster=True needs M / 256 multiprocessors, got M=4096 and 15; take once=False"),
+    )
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 15)
+    for M, fused, stages, message in cases:
+        args, config = make_inputs(rng, 2, M, fused=fused), Config(once=True, cluster=True, stages=stages)
+        with _mosaic.interpret(), pytest.raises(ValueError, match=rf"^mhc_pre: {message}\b"):
+            mhc_pre(**args, implementation="mosaic", config=config)
 
 
 def test_wrong_configurations(rng):
