@@ -79,43 +79,37 @@ def end() -> None:
     inline(emit)()
 
 
-def send(sums_ref: Any, squares_ref: Any, slot_ref: Any, barriers_ref: Any, members: int, outputs: int) -> None:
+def send(sums_ref: Any, slot_ref: Any, barriers_ref: Any, members: int, outputs: int) -> None:
     """Add up the warps' sums of a tile and send each token's to the block that has it. For one warpgroup.
 
     Args:
-        sums_ref: float32 [2, 64, O] in shared memory, O a multiple of 8, both warpgroups' `_inline_mma.multiply`.
-        squares_ref: [2, 64].
+        sums_ref: float32 [2, 64, O + 4] in shared memory, O a multiple of 8, both warpgroups' `_inline_mma.store`.
         slot_ref: float32 [slot_words] of the tile, the same in all blocks.
         barriers_ref: its [2, 2] of `begin`.
         members: thread blocks of the cluster, a divisor of 16.
         outputs: a multiple of 4, at most O.
     """
-    padded, count, own = sums_ref.shape[2], lines(outputs), TOKENS // members
+    width, count, own = sums_ref.shape[2], lines(outputs), TOKENS // members
 
-    def emit(context, sums, squares, slot, barriers):
+    def emit(context, sums, slot, barriers):
         del context
         thread = utils.thread_idx()
         token, line = bits(thread, 3, TOKENS - 1, 0), bits(thread, 0, 7, 0)
-        of_squares, sends = _is("eq", line, count - 1), _is("ult", line, count)
-        column = arith.select(_is("ult", line, count - 1), arith.shli(line, _c(4)), _c(0))
-        at = arith.addi(arith.addi(address(sums), arith.muli(token, _c(4 * padded))), column)
-        from_squares = arith.addi(address(squares), arith.shli(token, _c(2)))
-        total, squared = None, None
+        # a line that is not sent is read as the last one
+        column = arith.select(_is("ult", line, count - 1), arith.shli(line, _c(4)), _c(4 * (width - GATES)))
+        at = arith.addi(arith.addi(address(sums), arith.muli(token, _c(4 * width))), column)
+        total = None
         for warp in range(_WARPS):
-            line4 = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * padded * TOKENS * warp}];"
-            found = assembly([line4], ["=f"] * 4, [(at, "r")], effects=True)
-            line1 = f"ld.shared.f32 $0, [$1+{4 * TOKENS * warp}];"
-            [square] = assembly([line1], ["=f"], [(from_squares, "r")], effects=True)
+            text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * width * TOKENS * warp}];"
+            found = assembly([text], ["=f"] * 4, [(at, "r")], effects=True)
             total = found if total is None else [arith.addf(x, y) for x, y in zip(total, found, strict=True)]
-            squared = square if squared is None else arith.addf(squared, square)
         assert total is not None
-        total[0] = arith.select(of_squares, squared, total[0])
         member = bits(token, own.bit_length() - 1, TOKENS - 1, 0)
         row = arith.addi(arith.muli(bits(token, 0, own - 1, 0), _c(members)), _rank())
         there = arith.addi(arith.muli(row, _c(_LINE * count)), arith.muli(line, _c(_LINE)))
-        _send(sends, arith.addi(address(slot), there), address(barriers), member, total)
+        _send(_is("ult", line, count), arith.addi(address(slot), there), address(barriers), member, total)
 
-    _call(emit, sums_ref, squares_ref, slot_ref, barriers_ref)
+    _call(emit, sums_ref, slot_ref, barriers_ref)
 
 
 def receive(

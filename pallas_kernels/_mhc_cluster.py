@@ -33,7 +33,7 @@ _STREAMS, _PIECES = 4, COLUMNS // SPAN
 _MULTIPLIERS, _MIXER, _ADDER = 2, 2, 3
 _AHEAD = 1
 """Tiles that are updated before the sums of one are sent."""
-_REGISTERS = {False: (208, 56, 40), True: (200, 56, 56)}
+_REGISTERS = {False: (208, 56, 40), True: (200, 48, 64)}
 """Of those that multiply, mix and add up; together those of four warpgroups at launch. True: streams are updated."""
 _UNEVEN = 12
 """Multiprocessors that clusters of 8 leave over on an H100, 120 of 132 work: github.com/accel-sim/gpu-app-collection,
@@ -49,7 +49,7 @@ def clusters(M: int) -> int:
 
 def why_not(M: int, stages: int, updated: bool) -> str | None:
     """None if streams of M numbers can be read once by clusters, else one sentence."""
-    blocks, most = M // COLUMNS, 4 if updated else 6
+    blocks, most = M // COLUMNS, 4 if updated else 5
     if blocks > _mail.MOST or _mail.MOST % blocks:
         legal = ", ".join(str(COLUMNS * 2**i) for i in range(5))
         return f"cluster=True needs M to be one of {legal}, got {M}; take cluster=False"
@@ -164,8 +164,7 @@ def _scratch(p: _Plan) -> dict[str, Any]:
     scratch = {
         "ring": plgpu.SMEM((p.stages, _STREAMS, _PIECES, TOKENS, SPAN), jnp.bfloat16, transforms=memory),
         "out": plgpu.SMEM((_PIECES, TOKENS, SPAN), jnp.bfloat16, transforms=memory),
-        "sums": plgpu.SMEM((_MULTIPLIERS, 4 * TOKENS, padded), f32),
-        "sums_of_squares": plgpu.SMEM((_MULTIPLIERS, 4 * TOKENS), f32),
+        "sums": plgpu.SMEM((_MULTIPLIERS, 4 * TOKENS, padded + 4), f32),
         "loaded": plgpu.Barrier(num_arrivals=1 + 2 * p.updated, num_barriers=p.stages),
         "there": plgpu.Barrier(num_arrivals=_MULTIPLIERS),
         "read": plgpu.Barrier(),
@@ -224,15 +223,13 @@ def _slot(p: _Plan, i):
 def _multiply(p: _Plan, r: Any, member, half, count) -> None:
     """Products of each tile as it comes, with columns of two streams."""
     weights = _inline_mma.weights(r.fn.at[:, pl.ds(2 * half, 2), pl.ds(member * COLUMNS, COLUMNS)])
-    here, squares_here = r.sums.at[half], r.sums_of_squares.at[half]
 
     def step(i, _):
         slot = _slot(p, i)
         plgpu.barrier_wait((r.updated if p.updated else r.loaded).at[slot])
         sums, squares = _inline_mma.multiply(r.ring.at[slot, pl.ds(2 * half, 2)], weights, p.outputs)
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(r.read))
-        _mosaic.store_plain(here, sums, plgpu.Layout.WGMMA)
-        _mosaic.store_plain(squares_here, squares, _inline.ROW)
+        plgpu.barrier_wait(r.read)
+        _inline_mma.store(r.sums.at[half], sums, squares)
         plgpu.barrier_arrive(r.there)
 
     lax.fori_loop(0, count, step, None)
@@ -318,14 +315,14 @@ def _add_up(p: _Plan, r: Any, member, count, tile) -> None:
             pl.when(jnp.logical_not(ahead))(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         plgpu.barrier_wait(r.there)
         if _mosaic.interpreting():
-            both = r.sums[:, :, : p.outputs].reshape(-1, TOKENS, p.outputs).sum(0)
-            squares = r.sums_of_squares[...].reshape(-1, TOKENS).sum(0)
-            r.messages[tile(i), member] = jnp.concatenate([both, squares[:, None]], 1)
+            padded = r.sums.shape[2] - 4
+            both = r.sums[:, :, : padded + 1].reshape(-1, TOKENS, padded + 1).sum(0)
+            r.messages[tile(i), member] = jnp.concatenate([both[:, : p.outputs], both[:, padded:]], 1)
             plgpu.barrier_arrive(r.read)
             plgpu.barrier_arrive(r.told.at[lax.rem(i, i32(p.told))])
             return
         mail, barriers = r.mail.at[slot], r.mail_barriers.at[slot]
-        _mail.send(r.sums, r.sums_of_squares, mail, barriers, p.members, p.outputs)
+        _mail.send(r.sums, mail, barriers, p.members, p.outputs)
         plgpu.barrier_arrive(r.read)
         rest = ()
         if p.outputs > _STREAMS:
@@ -334,6 +331,7 @@ def _add_up(p: _Plan, r: Any, member, count, tile) -> None:
         turn, mean = lax.div(i, i32(p.stages)), 1 / (_STREAMS * p.M)
         _mail.receive(mail, barriers, turn, p.members, p.outputs, mean, p.rms_eps, rest)
 
+    plgpu.barrier_arrive(r.read)  # nothing was written yet
     if p.updated:
         lax.fori_loop(0, jnp.minimum(count, _AHEAD), lambda i, _: update(i), None)
     lax.fori_loop(0, count, step, None)
