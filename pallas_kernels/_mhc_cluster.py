@@ -10,7 +10,8 @@ are known; the fourth adds up what warps and blocks found and, where streams are
 tile's exchange keeps another one's product waiting, and loads are under way all the time.
 
 A cluster lies in one GPC of the GPU, whose GPCs have different numbers of multiprocessors. Clusters beyond those that
-fit would run after the others, which takes twice as long, hence `clusters`.
+fit would run after the others, which takes twice as long, hence `clusters`. A block that waits too long, which only an
+error of this kernel could bring about, stops the launch.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ f32, i32 = jnp.float32, jnp.int32
 
 
 def clusters(M: int) -> int:
-    """Clusters that run at once, not counting on more."""
+    """Clusters that run at once, not counting on more: 7 of 16 blocks on 132 multiprocessors."""
     return max(1, (_mosaic.num_sms() - _UNEVEN) // (M // COLUMNS))
 
 

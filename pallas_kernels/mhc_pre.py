@@ -12,7 +12,8 @@ Where the streams are updated first, `_updated_products` takes the place of `pro
 of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
 and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
 
-With `once` the kernel of `_mhc_once` makes the layer's input in one pass, and `_finish_matrices` the rest.
+With `once` the kernel of `_mhc_once`, or that of `_mhc_cluster`, makes the layer's input in one pass, and
+`_finish_matrices` the rest.
 """
 
 import dataclasses
@@ -55,6 +56,9 @@ class Config:
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split. With `once` streams
     are read once, as `_mhc_once` does it: `stages` tiles of 16 tokens in shared memory, rows and splits do not matter.
+    Its blocks wait for each other, and nothing makes them run at the same time on a GPU that others use, so it is no
+    default. With `cluster` as well they are clusters, which do run at the same time: `_mhc_cluster`, with `clusters` of
+    them or as many as surely find room.
     """
 
     rows: int = 128
