@@ -49,9 +49,8 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
 
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
-    "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
-    "split-early-free": Config(rows=64, features=32, stages=2, early=True, free=True),
-    "split-wide": Config(rows=64, features=64, stages=2, early=True, wide=True),
+    "split-wide": Config(rows=64, features=64, stages=2),
+    "split-few": Config(rows=64, features=64, stages=2),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
     "rows-256": Config(rows=256, features=64, stages=3),
@@ -60,8 +59,7 @@ CONFIGS = {
 
 def shape(name):
     """Ragged rows and inputs; 10 or 9 blocks of inputs, so that rings turn over and steps are left over."""
-    config = CONFIGS[name]
-    return 70 if config.early else 133, 1152 if config.wide else 1168, 128
+    return 21 if name == "split-few" else 133, 1168, 128
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,8 +127,7 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"width": 0}, "width must be at least 1, got 0"),
-        ({"early": True}, "early needs rows=64, got rows=128"),
-        ({"wide": True}, "wide needs rows=64, got rows=128"),
+        ({"rows": 64, "cluster": 2}, "rows=64 needs cluster=1, got cluster=2"),
     ],
 )
 def test_wrong_configurations(options, message):
@@ -144,10 +141,6 @@ def test_wrong_configurations(options, message):
         (Config(rows=256), "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"),
         (Config(cluster=2), "cluster=2 needs output features in multiples of 256, got 128"),
         (
-            Config(rows=64, features=64, wide=True),
-            "wide needs inputs and features in multiples of 128 and 64, got 240 and 128",
-        ),
-        (
             Config(rows=128, features=128, stages=8),
             "rows=128, features=128, stages=8 needs 279552 bytes of shared memory, more than 232448; "
             "use smaller values",
@@ -155,7 +148,7 @@ def test_wrong_configurations(options, message):
     ],
 )
 def test_configurations_that_do_not_fit(config, message, rng):
-    args = make_inputs(rng, 5, 240 if config.wide else 256, 128)
+    args = make_inputs(rng, 5, 256, 128)
     with _mosaic.interpret(), pytest.raises(ValueError, match=f"^scaled_matmul: {re.escape(message)}(\n|$)"):
         scaled_matmul(**args, implementation="mosaic", config=config)
 
