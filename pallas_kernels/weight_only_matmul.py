@@ -36,6 +36,8 @@ PIECE = 64
 """Activation rows that leave together."""
 DTYPES = ("bfloat16", "float16")
 
+IN_BOUNDS: Any = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+
 f32, i32 = jnp.float32, jnp.int32
 
 
@@ -62,10 +64,14 @@ class Config:
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
     resident: bool = False
     """One row, which stays in shared memory, and 4-bit integers whose zero points come off the sums: `_one_row`."""
+    bulk: bool = False
+    """Neighbouring tiles of the weight, which are one piece of memory, come as such: nobody waits for descriptors."""
     together: int = 1
     """Slots whose products are written out in a row: a tile is decoded while the one before it multiplies."""
 
     def __post_init__(self):
+        if self.bulk and not self.split:
+            raise ValueError("bulk needs split, whose tiles are neighbours")
         choices = {"tokens": TOKENS, "warpgroups": (1, 2, 3, 4), "deep": (1, 2), "cluster": (1, 2)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -174,6 +180,8 @@ def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = No
                 found.append(dataclasses.replace(config, together=stages - 1 if deep == 1 else 2))
             if split and cluster == 1 and N <= tokens < 2 * max(N, TOKENS[0]):  # those whose slots few rows fill
                 found.append(dataclasses.replace(config, boxed=True))
+            if split and cluster == 1 and N == 1 and tokens == TOKENS[0]:
+                found += [dataclasses.replace(config, resident=True) for config in found if not config.boxed]
             yield from filter(fits, found)
 
 
@@ -195,6 +203,8 @@ def why_not_config(x: _Plan) -> str | None:
     if c.resident and (x.N > 1 or x.M % INPUTS or x.M > MOST or x.code.kind != "u4" or not x.late):
         need = f"one row of up to {MOST} inputs, a multiple of {INPUTS}, and 4-bit integers with one scale for {INPUTS}"
         return f"resident needs {need}, got {x.N} of {x.M}, {x.code.kind} and {x.code.groups}"
+    if c.bulk and (tiles := pl.cdiv(x.M, INPUTS)) % x.parts:
+        return f"bulk needs tiles of {INPUTS} inputs in multiples of {x.parts}, got {tiles}"
     if c.cluster > 1 and x.F % (multiple := FEATURES * x.columns * c.cluster):
         return f"cluster={c.cluster} needs output features in multiples of {multiple}, got {x.F}"
     scratch = _scratch(dataclasses.replace(x, interpreted=False))
@@ -303,7 +313,7 @@ def _block(x: _Plan, r: Any) -> None:
     def _():
         plgpu.set_max_registers(24, action="decrease")
         if c.resident:
-            plgpu.copy_gmem_to_smem(r.x, r.x_row.at[pl.ds(0, r.x.shape[0])], r.x_there)
+            plgpu.copy_gmem_to_smem(r.x, r.x_row.at[pl.ds(0, r.x.shape[0])], r.x_there, **IN_BOUNDS)
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, turn, *origin(turn)), None)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
@@ -338,7 +348,7 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
-    columns = pl.ds(column, x.columns)
+    columns, how = pl.ds(column, x.columns), IN_BOUNDS if c.bulk else {}
 
     def step(j, _):
         at = turn * x.steps + j
@@ -348,7 +358,7 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
         for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
             if source is not None:
                 tiles = pl.ds(j * x.parts, x.parts)
-                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full)
+                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full, **how)
         if c.resident:
             return
         if c.boxed:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,10 @@ CONFIGS = {
     "split-2-late": Config(tokens=16, warpgroups=2, split=True, deep=2, stages=2),
     "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2),
     "resident": Config(tokens=8, warpgroups=2, split=True, stages=2, resident=True),
-    "resident-together": Config(tokens=8, warpgroups=2, split=True, deep=2, stages=2, together=2, resident=True),
+    "resident-together": Config(
+        tokens=8, warpgroups=2, split=True, deep=2, stages=2, together=2, resident=True, bulk=True
+    ),
+    "split-2-bulk": Config(tokens=32, warpgroups=2, split=True, stages=2, bulk=True),
     "own-features-together-late": Config(tokens=8, warpgroups=1, stages=2, together=2),
 }
 
@@ -122,13 +126,15 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
-    N, M = (24, 704) if CONFIGS[name].boxed else (1, 640) if CONFIGS[name].resident else (21, 656)
+    config = CONFIGS[name]
+    N = 1 if config.resident else 24 if config.boxed else 21
+    M = 512 if config.bulk else 640 if config.resident else 704 if config.boxed else 656
     dtype = "float16" if "together" in name else "bfloat16"
     args = make_inputs(rng, N, M, 256, "gptq", group=M, dtype=dtype)
     args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), dtype)
     args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), dtype)
     with _mosaic.interpret():
-        got = weight_only_matmul(**args, implementation="mosaic", config=CONFIGS[name])
+        got = weight_only_matmul(**args, implementation="mosaic", config=config)
     np.testing.assert_array_equal(got, weight_only_matmul(**args, implementation="reference"))
 
 
@@ -181,6 +187,7 @@ def test_a_row_of_nan_spoils_no_other(rng):
             "resident needs tokens=8 and split, not cluster or boxed, got tokens=8, split=False, cluster=1, "
             "boxed=False",
         ),
+        ({"tokens": 8, "bulk": True}, "bulk needs split, whose tiles are neighbours"),
         ({"width": 0}, "width must be at least 1, got 0"),
         ({"together": 0}, "together must be at least 1, got 0"),
     ],
@@ -209,6 +216,10 @@ def test_wrong_configurations(options, message):
             Config(tokens=8, split=True, resident=True),
             "resident needs one row of up to 32768 inputs, a multiple of 128, and 4-bit integers with one scale for "
             "128, got 5 of 256, u4 and 2",
+        ),
+        (
+            Config(tokens=8, warpgroups=4, split=True, bulk=True),
+            "bulk needs tiles of 128 inputs in multiples of 4, got 2",
         ),
         (
             Config(tokens=256, stages=4),
@@ -246,7 +257,7 @@ CODES = {
     "mxfp4": Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16), scale="value", groups=4),
     "int8": Code(kind="s8", dtype=jnp.dtype(jnp.bfloat16)),
 }
-FEW = {"warpgroups": 4, "split": True, "deep": 2, "stages": 4}
+FEW: dict[str, Any] = {"warpgroups": 4, "split": True, "deep": 2, "stages": 4}
 
 
 @pytest.mark.parametrize(
