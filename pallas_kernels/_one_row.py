@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic
@@ -139,6 +140,37 @@ def add(
     ref, acc = plgpu.RefType(), _inline.WGMMA
     inline: Any = plgpu.inline_mgpu(arg_types=(acc, acc, ref, acc, *(ref for _ in given)), return_type=out)
     return inline(emit)(sums, product, inputs, jnp.asarray(at, jnp.int32), *given)
+
+
+def store(ref: Any, first: jax.Array, value: jax.Array) -> None:
+    """`ref[0, first : first + 64] = value[:, 0]`, a row in global memory, from registers.
+
+    Args:
+        ref: 16-bit numbers [1, F].
+        first: feature.
+        value: 16-bit numbers [64, 8] in the layout of wgmma.
+    """
+    if _mosaic.interpreting():
+        _mosaic.store(ref.at[0, pl.ds(first, FEATURES)], value[:, 0])
+        return
+
+    def emit(context, ref, first, value):
+        del context
+        i16, i32, i64 = (ir.IntegerType.get_signless(n) for n in (16, 32, 64))
+        thread, kind = utils.thread_idx(), ir.MemRefType(ref.type).element_type
+        row = arith.addi(_inline.bits(thread, 5, 3, 4), _inline.bits(thread, 2, 7, 0))
+        feature, lane = arith.addi(first.registers.item(), row), arith.andi(thread, utils.c(3, i32))
+        for half, register in enumerate(value.registers.flat):
+            at = arith.addi(feature, utils.c(8 * half, i32))
+            number = utils.bitcast(llvm.extractelement(register, utils.c(0, i32)), i16)
+            at = llvm.ptrtoint(i64, utils.getelementptr(utils.memref_ptr(ref), [at], kind))
+            text = "{ .reg .pred p; setp.eq.b32 p, $2, 0; @p st.global.b16 [$0], $1; }"
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [at, number, lane], text, "l,h,r", asm_dialect=0, has_side_effects=True
+            )
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _inline.WGMMA, _inline.WGMMA))
+    inline(emit)(ref, jnp.asarray(first, jnp.int32), value)
 
 
 class _Emitter(_decode._Emitter):

@@ -13,6 +13,7 @@ With `row_tiles` rows are shared out among weights [E, F, M]: a tile's rows have
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -60,6 +61,8 @@ class Config:
     """Thread blocks side by side that share the activations: 1 or 2, with 64 rows 1."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
+    ahead: int = 0
+    """Inputs of the first tile's weight that are asked for in the L2 cache before anything else."""
 
     def __post_init__(self):
         choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2)}
@@ -68,8 +71,9 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.width < 1:
-            raise ValueError(f"width must be at least 1, got {self.width}")
+        for name, least in (("width", 1), ("ahead", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.cluster > 1 and self.split:
             raise ValueError(f"rows=64 needs cluster=1, got cluster={self.cluster}")
 
@@ -344,12 +348,16 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < 2)
     def _():
+        if c.ahead and x.tiles is None:
+            count, pitch = (n * x.b_dtype.itemsize for n in (min(c.ahead, x.M), x.M))
+            _inline_memory.prefetch(r.b, place(0).feature, c.features, count, warpgroup, 2, pitch)
         plgpu.set_max_registers(240, action="increase")
 
         def tile(turn, weight):
             ahead = None if weight is None else place(turn + 1).weight  # loads from global memory take long
             at = place(turn)._replace(weight=weight)
-            ready = [_factors(x, r, at.row, feature) for feature in _pieces(x, at.feature)] if x.early else None
+            factors = functools.partial(_scaled_results.factors, r, x.blocks, x.piece)
+            ready = [factors(at.row, feature) for feature in _pieces(x, at.feature)] if x.early else None
             sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, at)
             at = at if weight is None else place(turn)  # asked once more: registers are scarce until here
             if c.split:
@@ -566,10 +574,6 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _row_tiles.Place
         _store(x, r, r.tile.at[0], (both,), at, ready)
 
 
-def _factors(x: _Plan, r: Any, row, feature) -> _scaled_results.Factors:
-    return _scaled_results.factors(r, x.blocks, x.piece, row, feature)
-
-
 def _pieces(x: _Plan, feature) -> list:
     """First features of the pieces of a tile."""
     return [feature + column for column in range(0, x.config.features, x.piece)]
@@ -579,7 +583,7 @@ def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _row_tiles.Place, ready
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
     for wave, (i, feature) in itertools.product(range(len(sums)), enumerate(_pieces(x, at.feature))):
         first = at.row + wave * 64
-        factors = _factors(x, r, first, feature) if ready is None else ready[i]
+        factors = _scaled_results.factors(r, x.blocks, x.piece, first, feature) if ready is None else ready[i]
         value = _scaled_results.finished(factors, sums[wave][:, i * x.piece : (i + 1) * x.piece])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = value.astype(x.out_dtype)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _inline, _mosaic, _one_row
+from pallas_kernels import _decode, _inline, _inline_memory, _mosaic, _one_row
 from pallas_kernels._decode import FEATURES, HALF, INPUTS
 
 TOKENS = (8, 16, 32, 64, 128, 256)
@@ -66,6 +66,8 @@ class Config:
     """One row, which stays in shared memory, and 4-bit integers whose zero points come off the sums: `_one_row`."""
     bulk: bool = False
     """Neighbouring tiles of the weight, which are one piece of memory, come as such: nobody waits for descriptors."""
+    ahead: bool = False
+    """The first tile's weight is asked for in the L2 cache before anything else."""
     together: int = 1
     """Slots whose products are written out in a row: a tile is decoded while the one before it multiplies."""
 
@@ -321,6 +323,10 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
+        if c.ahead:
+            size, first = pl.cdiv(x.M, INPUTS) * x.code.words * 4, origin(0)[1] + (0 if c.split else warpgroup)
+            part, parts = (warpgroup, c.warpgroups) if c.split else (0, 1)
+            _inline_memory.prefetch(r.w, first, 1, size, part, parts, size)
         plgpu.set_max_registers(REGISTERS[c.warpgroups], action="increase")
         if c.resident:
             plgpu.barrier_wait(r.x_there)
@@ -469,6 +475,9 @@ def _store(x: _Plan, r: Any, tile: Any, sums, token, column) -> None:
         sums = sums * lax.broadcast_in_dim(scale, sums.shape, [0])
     if r.factor is not None:
         sums = sums * r.factor[0]
+    if x.config.resident:
+        _one_row.store(r.o, feature, sums.astype(x.code.dtype))
+        return
     for first in range(0, x.config.tokens, x.piece):
         value = sums[:, first : first + x.piece].astype(x.code.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,6 +1,7 @@
 """What weight-only products promise: the product with the dequantized weight, in every format."""
 
 import contextlib
+import dataclasses
 import re
 from typing import Any
 
@@ -245,10 +246,22 @@ def test_odd_rows_compile_where_thread_blocks_share_them():
     _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
 
 
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_row_that_stays_compiles(dtype):
+    args = _tiled("gptq", dtype, N=1, M=1024, F=128)
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in args.items() if name not in arrays}
+    config = Config(tokens=8, split=True, stages=2, resident=True, bulk=True, ahead=True)
+    args = static | {"implementation": "mosaic", "config": config}
+    _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **args), arrays)
+
+
 def test_every_default_configuration_fits():
     for N in (1, 9, 33, 65, 129):
         for bits in (4, 8):
-            sizes = {"N": N, "M": 2880, "F": 2880, "bits": bits}
+            sizes: dict[str, Any] = {"N": N, "M": 2880, "F": 2880, "bits": bits}
             assert default_config(**sizes) in list(configs(**sizes)), sizes
 
 
@@ -265,8 +278,8 @@ FEW: dict[str, Any] = {"warpgroups": 4, "split": True, "deep": 2, "stages": 4}
     [
         ("gptq", 1, Config(tokens=8, **FEW, together=2)),
         ("mxfp4", 1, Config(tokens=8, **FEW, boxed=True)),
-        ("int8", 1, Config(tokens=8, **FEW | {"deep": 1})),
-        ("gptq", 16, Config(tokens=16, **FEW | {"stages": 3}, boxed=True)),
+        ("int8", 1, dataclasses.replace(Config(tokens=8, **FEW), deep=1)),
+        ("gptq", 16, dataclasses.replace(Config(tokens=16, **FEW), stages=3, boxed=True)),
         ("gptq", 64, Config(tokens=64, warpgroups=2, split=True, boxed=True)),
         ("gptq", 128, Config(tokens=128, warpgroups=1, split=True, cluster=2, stages=5, together=4)),
         ("int8", 128, Config(tokens=128, warpgroups=2, split=True, cluster=2, stages=2)),
@@ -274,7 +287,7 @@ FEW: dict[str, Any] = {"warpgroups": 4, "split": True, "deep": 2, "stages": 4}
     ],
 )
 def test_default_configurations(kind, N, expected):
-    sizes = {"N": N, "M": 8192, "F": 8192, "bits": 8 if kind == "int8" else 4}
+    sizes: dict[str, Any] = {"N": N, "M": 8192, "F": 8192, "bits": 8 if kind == "int8" else 4}
     assert default_config(**sizes, code=CODES[kind]) == expected
     assert expected in list(configs(**sizes, code=CODES[kind]))
 
