@@ -179,7 +179,7 @@ def store_row(ref: Any, value: jax.Array) -> None:
     inline(emit)(ref, value)
 
 
-def prefetch(ref: Any, first: jax.Array, rows: int, count: int, part: jax.Array, parts: int, pitch: int) -> None:
+def prefetch(ref: Any, first: Any, rows: int, count: int, part: Any, parts: int, pitch: int) -> None:
     """Ask for rows of global memory in the L2 cache, their beginnings first; nobody waits.
 
     Args:

@@ -51,6 +51,7 @@ CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-wide": Config(rows=64, features=64, stages=2),
     "split-few": Config(rows=64, features=64, stages=2, ahead=512),
+    "split-resident": Config(rows=64, features=32, stages=2, resident=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
     "rows-256": Config(rows=256, features=64, stages=3),
@@ -59,10 +60,10 @@ CONFIGS = {
 
 def shape(name):
     """Ragged rows and inputs; 10 or 9 blocks of inputs, so that rings turn over and steps are left over."""
-    return 21 if name == "split-few" else 133, 1168, 128
+    return {"split-few": 21, "split-resident": 61}.get(name, 133), 1168, 128
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.resident])
 def test_every_way_to_tile_gives_exact_int8_sums(name, rng):
     args = make_inputs(rng, *shape(name), codes="int8", azp=True, out_dtype="float32")
     with _mosaic.interpret():
@@ -72,8 +73,12 @@ def test_every_way_to_tile_gives_exact_int8_sums(name, rng):
 
 @pytest.mark.parametrize(
     ("name", "scales"),
-    [(name, scales) for name, config in CONFIGS.items() for scales in ("token", "block") if config.rows < 256]
-    + [("rows-256", "block")],
+    [
+        (name, scales)
+        for name, config in CONFIGS.items()
+        for scales in ("token", "block")
+        if scales == "block" or not (config.resident or config.rows == 256)
+    ],
 )
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, scales, rng):
     args = make_inputs(rng, *shape(name), scales=scales)
@@ -127,6 +132,7 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"width": 0}, "width must be at least 1, got 0"),
+        ({"resident": True}, "resident needs rows=64, got rows=128"),
         ({"ahead": -1}, "ahead must be at least 0, got -1"),
         ({"rows": 64, "cluster": 2}, "rows=64 needs cluster=1, got cluster=2"),
     ],
@@ -141,6 +147,10 @@ def test_wrong_configurations(options, message):
     [
         (Config(rows=256), "rows=256 leaves no registers for float32 sums beside products of several steps; use 128"),
         (Config(cluster=2), "cluster=2 needs output features in multiples of 256, got 128"),
+        (
+            Config(rows=64, resident=True),
+            "resident needs block scales of up to 64 rows and 32768 inputs, got 5 and 256",
+        ),
         (
             Config(rows=128, features=128, stages=8),
             "rows=128, features=128, stages=8 needs 279552 bytes of shared memory, more than 232448; "
