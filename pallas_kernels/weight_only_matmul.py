@@ -157,7 +157,7 @@ def default_config(*, N: int, M: int, F: int, bits: int, code: _decode.Code | No
     common["boxed"] = ((tokens <= 8 and fine) or 8 < tokens <= 64) and M % HALF == 0
     found = [Config(**common, deep=deep, stages=stages) for deep, stages in [*ways, (1, 4), (1, 3), (1, 2)]]
     if tokens == 128 and bits == 4:
-        found.insert(0, Config(**common | {"warpgroups": 1}, stages=5, together=4))
+        found.insert(0, dataclasses.replace(Config(**common), warpgroups=1, stages=5, together=4))
     plans = [_widest(config, N, M, F, bits) for config in found]
     if code is not None:
         plans = [dataclasses.replace(plan, code=code) for plan in plans]
