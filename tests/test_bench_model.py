@@ -57,6 +57,7 @@ def test_lines_of_a_decode_step(tmp_path, monkeypatch):
     ]
     whole, sums = found[0], found[5]
     assert whole["problems"] == [] and whole["rows"] == 3 and whole["context"] == 40
+    assert whole["gpu_launches"] is whole["gpu_us"] is None  # no GPU
     assert whole["tokens_s"] == 3 / (whole["us"] * 1e-6)
     assert whole["memory_ratio"] > 1 and whole["weights_bytes"] > whole["cache_bytes"] > 0
     assert all(line["count"] == {"layer": 1} for line in found[1:5])
@@ -150,6 +151,21 @@ def test_a_step_that_waits_fails(tmp_path, monkeypatch, capsys):
     code, found = lines(tmp_path, "--phase", "decode", "--piece", "steps")
     assert code == 1 and "a decode step waits for the host" in found[0]["problems"][0]
     assert "bench_model: layer decode: a decode step waits" in capsys.readouterr().err
+
+
+def test_the_kernels_of_a_step_are_counted_on_a_gpu(tmp_path, monkeypatch):
+    def seen(run):
+        run()
+        return [("long", 3.0), ("short", 0.5), ("short", 0.5)] * bench_model.STEPS
+
+    monkeypatch.setattr(bench_model.mechanisms, "timer", lambda: timing.cupti)
+    monkeypatch.setattr(bench_model._aot, "kernel_times", seen)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    code, (whole, kernels) = lines(tmp_path, "--phase", "prefill", "--piece", "steps", "--kernels")
+    assert code == 0 and (whole["gpu_launches"], whole["gpu_us"]) == (3, 4)
+    assert "launches" not in whole and whole["xla_flags"] == "--xla_gpu_autotune_level=4"
+    assert bench_model.said(whole).endswith(" tokens/s, 3 kernels of 4 us")
+    assert kernels["part"] == "kernels" and kernels["kernels"] == {"long": 3.0, "short": 1.0}
 
 
 def test_peers_need_a_library(tmp_path, capsys):

@@ -115,7 +115,8 @@ class Indexer(nnx.Module):
         """
         self.compressor(x, table, cache, batch)
         heads = project(self.wq_b, q).reshape(len(x), self.heads, self.dim)
-        weights, q_scale = project(self.weights_proj, x), None
+        # XLA joins all products of x, and with so few columns among them it copies all weights in each step
+        weights, q_scale = project(self.weights_proj, jax.lax.optimization_barrier(x)), None
         if cache.format == "plain":
             codes = rope(heads, batch.positions, table)
             weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32)) * self.dim**-0.5 * self.heads**-0.5
