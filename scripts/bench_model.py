@@ -117,17 +117,28 @@ class Run:
 
     def steps(self, model: Any, steps: Sequence[v4.Step], before: int | None) -> Iterator[Line]:
         """A line for each whole step; `before` = bytes in use before the model was made."""
-        self.left()
-        compiled = self.compile([v4.Ready(model, step).lower() for step in steps])
+        lowered = []
+        for step in steps:
+            self.left()
+            lowered.append(v4.Ready(model, step).lower())
+        compiled = self.compile(lowered)
         for step, program in zip(steps, compiled, strict=True):
             self.left()
             yield from self.whole(v4.Ready(model, step), program, before)
 
     def compile(self, lowered: Sequence[Any]) -> list[Any]:
-        """All programs, compiled side by side; nothing is measured meanwhile."""
-        begin = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            done = list(pool.map(lambda x: x.compile(), lowered))
+        """All programs, compiled side by side; nothing is measured meanwhile.
+
+        Raises:
+            OutOfTime: the limit was reached; the compiler goes on until the process ends.
+        """
+        begin, pool = time.perf_counter(), concurrent.futures.ThreadPoolExecutor()
+        started = [pool.submit(x.compile) for x in lowered]
+        late = concurrent.futures.wait(started, self.left()).not_done
+        pool.shutdown(wait=False, cancel_futures=True)
+        if late:
+            raise OutOfTime
+        done = [x.result() for x in started]
         contest.say(f"  compiled {len(done)} programs in {time.perf_counter() - begin:.1f} s")
         return done
 
@@ -177,20 +188,22 @@ class Run:
 
     def parts(self, model: Any) -> Iterator[Line]:
         """A line for each part of a step, how often each model has it, and for each model the sum."""
-        self.left()
-        prepared = []
-        for phase in self.phases:
-            step, pieces = self.prepared_parts(model, phase)
-            prepared += [(step, part, *part.prepared()) for part in pieces]
-        compiled = self.compile([lowered for _, _, lowered, _ in prepared])
         found: dict[tuple[str, v4.Step], list[float]] = {}
-        for (step, part, _, runs), program in zip(prepared, compiled, strict=True):
+        for phase in self.phases:
             self.left()
-            taken = timing.compare({"part": runs(program)}, mechanisms.timer(), self.args.rounds)["part"]
-            counts = self.counts(part)
-            yield self.base(step) | _line(part.name, taken) | {"launches": taken.launches, "count": counts}
-            for what, count in counts.items():
-                found.setdefault((what, step), []).append(count * taken.median)
+            step, pieces = self.prepared_parts(model, phase)
+            prepared = []
+            for part in pieces:
+                self.left()
+                prepared.append((part, *part.prepared()))
+            compiled = self.compile([lowered for _, lowered, _ in prepared])
+            for (part, _, runs), program in zip(prepared, compiled, strict=True):
+                self.left()
+                taken = timing.compare({"part": runs(program)}, mechanisms.timer(), self.args.rounds)["part"]
+                counts = self.counts(part)
+                yield self.base(step) | _line(part.name, taken) | {"launches": taken.launches, "count": counts}
+                for what, count in counts.items():
+                    found.setdefault((what, step), []).append(count * taken.median)
         for (what, step), each in found.items():
             yield self.base(step) | {"what": what, "part": "sum of parts", "us": sum(each)}
 
@@ -371,4 +384,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # not to wait for programs that the compiler is still busy with

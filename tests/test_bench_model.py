@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import time
 
 import jax.numpy as jnp
@@ -102,6 +103,21 @@ def test_the_limit_keeps_what_is_measured(tmp_path, monkeypatch, capsys):
     code, found = lines(tmp_path, "--phase", "decode", "--limit", "10")
     assert code == 1 and [line["part"] for line in found] == ["whole"]
     assert "bench_model: stopped after 10 s; what is measured is in" in capsys.readouterr().err
+
+
+def test_the_limit_does_not_wait_for_the_compiler(tmp_path):
+    run = bench_model.Run(bench_model._parse(["--limit", "0.2", "--out", str(tmp_path / "lines.jsonl")]))
+    free = threading.Event()
+
+    class Slow:
+        def compile(self):
+            free.wait(30)
+
+    begin = time.monotonic()
+    with pytest.raises(bench_model.OutOfTime):
+        run.compile([Slow()])
+    free.set()
+    assert time.monotonic() - begin < 30
 
 
 def test_a_peer_that_hangs_or_cannot_be_imported_blocks_nothing(monkeypatch):
