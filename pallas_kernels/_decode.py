@@ -320,14 +320,18 @@ class _Emitter:
 
     def row_scales(self, ref):
         """Of a tile with one group, float32 by wgmma's rows."""
-        f32 = ir.F32Type.get()
-        row = self.right(self.masked(utils.thread_idx(), 127), 2)
-        wide = arith.extf(ir.VectorType.get((2,), f32), self.numbers(self.load(ref, self.right(row, -2), 4)[0]))
-        layout = fragments.WGMMA_ROW_LAYOUT
+        layout, numbers = fragments.WGMMA_ROW_LAYOUT, self.row_numbers(ref)
         registers = np.empty(layout.registers_shape((FEATURES,)), object)
-        for half, i in enumerate(np.ndindex(registers.shape)):
-            registers[i] = vector.broadcast(ir.VectorType.get((1,), f32), self.element(wide, half))
+        for i, number in zip(np.ndindex(registers.shape), numbers, strict=True):
+            registers[i] = vector.broadcast(ir.VectorType.get((1,), number.type), number)
         return _inline.mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    def row_numbers(self, ref):
+        """Float32 numbers of the thread's two rows, of a tile with one group."""
+        row = self.right(self.masked(utils.thread_idx(), 127), 2)
+        pair = self.numbers(self.load(ref, self.right(row, -2), 4)[0])
+        wide = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+        return [self.element(wide, half) for half in range(2)]
 
     # ---- codes
     def decoded(self, word, i: int, zero):

@@ -46,9 +46,9 @@ def span(swizzle: int = 128) -> tuple[Any, ...]:
     return (plgpu.SwizzleTransform(swizzle),)  # pyright: ignore[reportAbstractUsage]
 
 
-def spans(rows: int, numbers: int = 64) -> tuple[Any, ...]:
-    """Transforms of [rows, some swizzle spans of `numbers`] that lie span by span, each as `span` has it."""
-    return (plgpu.TilingTransform((rows, numbers)), *span())  # pyright: ignore[reportAbstractUsage]
+def spans(rows: int) -> tuple[Any, ...]:
+    """Transforms of 16-bit numbers [rows, some swizzle spans] that lie span by span, each as `span` has it."""
+    return (plgpu.TilingTransform((rows, 64)), *span())  # pyright: ignore[reportAbstractUsage]
 
 
 def release_reads() -> None:
@@ -61,9 +61,7 @@ def release_reads() -> None:
         plgpu.commit_smem()
 
 
-def start(
-    a: Any, b: Any, sums: jax.Array | None = None, over: jax.Array | None = None, boxed: bool = False
-) -> jax.Array:
+def start(a: Any, b: Any, sums: jax.Array | None = None, over: jax.Array | None = None) -> jax.Array:
     """Start `sums + a @ b.T` of operands in shared memory; only `start` may use the result before `settle`.
 
     Args:
@@ -72,7 +70,6 @@ def start(
         sums: float32 or int32 (INT8) [64, n], settled or not; None = 0 without setting registers to zero.
         over: with `sums` None, a settled array that is used up by now: the new one takes its registers. Else ptxas
             starts products early, in more registers than there are.
-        boxed: memory of `b` is one span of those of `spans`.
     """
     n, kind = b.shape[0], jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     if _mosaic.interpreting() and a.dtype == jnp.uint8:
@@ -92,12 +89,10 @@ def start(
 
     def emit(context, a, b, *given):
         del context
-        b = utils.memref_slice(b, (0, 0)) if boxed else b
         return array(_issue(a, b, n, *names, registers(given[0]) if given else [], fresh), n, kind)
 
     tile, out = plgpu.RefType(span()), plgpu.ShapeDtypeStruct((_M, n), kind, layout=WGMMA)
-    second = plgpu.RefType(spans(n, b.shape[1])) if boxed else tile
-    inline: Any = plgpu.inline_mgpu(arg_types=(tile, second, *(WGMMA for _ in given)), return_type=out)
+    inline: Any = plgpu.inline_mgpu(arg_types=(tile, tile, *(WGMMA for _ in given)), return_type=out)
     return inline(emit)(a, b, *given)
 
 

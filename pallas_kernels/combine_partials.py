@@ -47,17 +47,18 @@ def configs(*, o, **_) -> Iterable[Config]:
     return [Config(rows=r) for r in _rows.choices(o.shape[-1], _rows.vector(o.dtype), 2 * _ELEMENTS)]
 
 
-def combine_partials(*, config: Config, o, lse, base, return_corrected, last=None):
+def combine_partials(*, config: Config, o, lse, base, return_corrected, last=None, dtype=None):
     """Launch; arguments as prepared by `jaxattn.ops.combine_partials`.
 
     `last` may hold o [B, H, D] and lse [B, H] of one rank more, that of the highest number; not with corrected ranks.
+    `dtype` of the combined o, None = that of its parts.
     """
     N, B, H, D = o.shape
     rows, vec = B * H, _rows.vector(o.dtype)
     if reason := _rows.why_not_rows(config.rows, D, vec):
         raise ValueError(f"combine_partials: {reason}")
     lse = _rows.padded(lse.reshape(N, rows), D, vec)
-    out_type = [jax.ShapeDtypeStruct((rows, 1, D), o.dtype), jax.ShapeDtypeStruct(lse.shape[1:], jnp.float32)]
+    out_type = [jax.ShapeDtypeStruct((rows, 1, D), dtype or o.dtype), jax.ShapeDtypeStruct(lse.shape[1:], jnp.float32)]
     if return_corrected:
         # padded: a TMA copy knows the ranks' rows as one dimension and would run on into the next rank
         out_type.append(jax.ShapeDtypeStruct((N, *lse.shape[1:], 1, D), o.dtype))

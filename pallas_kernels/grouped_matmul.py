@@ -35,22 +35,30 @@ def why_not(*, a, b, out_dtype, **_) -> str | None:
 
 def default_config(*, a, b, **_) -> Config:
     """Tiles with about as many rows as a group has on average: a partial tile takes as long as a full one."""
-    N, (E, F, _) = a.shape[0], b.shape
-    rows, features, stages = 64, 64, 6
+    N, (E, F, _), eight = a.shape[0], b.shape, a.dtype.itemsize == 1
+    rows, features, stages, width = 64, 64, 6, 8
     if N >= 256 * E:
-        rows, features, stages = 256, 128, 4
+        rows, features, stages, width = 256, 128, 4, 16 if eight else 8
     elif N > 64 * E:
         rows, features, stages = 128, 128, 6
     elif _row_tiles.most(N, E, 64) * F < _mosaic.num_sms() * 64:
         features, stages = 32, 8
-    return Config(rows=rows, features=features, stages=stages, cluster=1 + (rows > 64 and F % (2 * features) == 0))
+    elif eight and N <= 8 * E and _row_tiles.most(N, E, 64) * F >= _mosaic.num_sms() * 4 * 128:
+        features, stages = 128, 3
+    cluster = 1 + (rows > 64 and F % (2 * features) == 0)
+    return Config(rows=rows, features=features, stages=stages, cluster=cluster, width=width)
 
 
 def configs(**args) -> Iterator[Config]:
     """Every configuration that fits shared memory and registers."""
     own = {f.name for f in dataclasses.fields(Config)}
     for config in scaled_matmul.configs(**_product(**args)):
-        yield Config(**{name: getattr(config, name) for name in own})
+        found = Config(**{name: getattr(config, name) for name in own})
+        yield found
+        if (found.rows, found.features, found.stages) == (64, 64, 4):
+            yield dataclasses.replace(found, features=128, stages=3)
+        if found.rows == 256:
+            yield dataclasses.replace(found, width=16)
 
 
 def _product(*, a, b, a_scale, out_dtype, **_) -> dict:

@@ -10,7 +10,9 @@ those first that the products read last, and warps do not wait for each other ar
 
 Where the streams are updated first, `_updated_products` takes the place of `products`: a step is the same 64 columns
 of all streams and of the layer's output, whose mixture is rounded in shared memory, from where it is both multiplied
-and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`.
+and stored. The streams before the update are read once, and nothing waits for a launch of `mhc_post`. It keeps 108 KB
+of a step in shared memory, so that loads, mixing and products wait for each other: `apart`, which launches `mhc_post`
+and `products` one after the other, is faster although it reads the new streams once more.
 
 With `once` the kernel of `_mhc_once`, or that of `_mhc_cluster`, makes the layer's input in one pass, and
 `_finish_matrices` the rest.
@@ -59,6 +61,7 @@ class Config:
     Its blocks wait for each other, and nothing makes them run at the same time on a GPU that others use, so it is no
     default. With `cluster` as well they are clusters, which do run at the same time: `_mhc_cluster`, with `clusters` of
     them or as many as surely find room.
+    With `apart` streams are updated by the kernel of `mhc_post`, and the rest is as without an update.
     """
 
     rows: int = 128
@@ -67,6 +70,7 @@ class Config:
     once: bool = False
     cluster: bool = False
     clusters: int | None = None
+    apart: bool = False
 
     def __post_init__(self):
         for name, legal in (("rows", _ROWS), ("splits", _SPLITS)):
@@ -93,6 +97,7 @@ def why_not(*, residual, y, **_) -> str | None:
 
 
 def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
+    updated = updated and not config.apart
     if config.once:
         return _why_not_once(config, M, updated) is None
     steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
@@ -113,6 +118,7 @@ def read_once(name: str, config: Config, *args: Any, **update: Any) -> tuple[jax
 
 def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
     """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
+    updated = updated and not config.apart
     if config.once:
         why_not = _why_not_once(config, M, updated)
         if why_not is not None:
@@ -124,15 +130,15 @@ def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> Non
 
 
 def default_config(*, residual, y=None, **_) -> Config:
-    """The fewest splits that give nearly every multiprocessor a thread block; one and a half where streams are updated.
+    """The fewest splits that give nearly every multiprocessor a thread block; streams are updated apart.
 
-    H200, 4096 tokens: streams of 4096 take 80.7 us with 4 splits, 81.0 with 8; of 7168 134.9 and 139.3.
+    H200, 4096 tokens: streams of 4096 take 80.7 us with 4 splits, 81.0 with 8; of 7168 134.9 and 139.3. The first
+    launch with an update takes 131.8 us, apart 75.1 and 44.5; of 64 tokens 17.6 and less than 10 (in a whole model).
     """
     N, C, M = residual.shape
-    shape: dict[str, Any] = {"rows": 128 if N > 64 else 64} if y is None else _UPDATED
+    shape: dict[str, Any] = {"rows": 128 if N > 64 else 64, "apart": y is not None}
     legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
-    least = 0.9 if y is None else 1.5
-    enough = [c for c in legal if -(-N // c.rows) * c.splits >= least * _mosaic.num_sms()]
+    enough = [c for c in legal if -(-N // c.rows) * c.splits >= 0.9 * _mosaic.num_sms()]
     return enough[0] if enough else legal[-1]
 
 
@@ -142,6 +148,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
     every = [c for c in every if c.stages * c.rows <= 512]
     every += [Config(once=True, stages=n, cluster=cluster) for cluster in (False, True) for n in (3, 4, 5, 6)]
+    every += [dataclasses.replace(c, apart=True) for c in every if y is not None]
     return [c for c in every if _legal(c, C, M, y is not None)]
 
 
@@ -152,8 +159,13 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     if not N:
         empty = jnp.zeros((0, M), residual.dtype), jnp.zeros((0, C)), jnp.zeros((0, C, C))
         return empty if y is None else (*empty, residual)
-    flat, numbers = residual.reshape(N, C * M), {"C": C, "iters": iters, "post_mult": post_mult}
-    numbers |= {"eps": eps, "rms_eps": rms_eps}
+    numbers = {"iters": iters, "post_mult": post_mult, "eps": eps, "rms_eps": rms_eps}
+    if config.apart and y is not None:
+        how = update.default_config(residual=residual)
+        streams = update.mhc_post(config=how, residual=residual, y=y, post=post, comb=comb)
+        given = {"fn": fn, "scale": scale, "base": base, "y": None, "post": None, "comb": None}
+        return *mhc_pre(config=config, residual=streams, **given, **numbers), streams
+    flat, numbers = residual.reshape(N, C * M), numbers | {"C": C}
     if config.once:
         given: Any = {} if y is None else {"update": (y, _by_coefficient(post, comb, N - N % -_mhc_once.TOKENS))}
         x, *new, parts, squares = read_once("mhc_once", config, flat, fn, scale, base, eps, rms_eps, **given)

@@ -4,15 +4,13 @@ Thread blocks stay and walk over tiles of `rows` x `features` outputs. One warpg
 into a ring of `stages` slots, two multiply. Each takes its half of the rows; with few rows (`split`) both take the same
 64 rows and every other block of inputs, and add up at the end.
 
-FP8 tensor cores keep about 14 bits of a running sum, so the sum of each block of 128 inputs (with block scales), or of
-`PROMOTE` such blocks, is added to a float32 sum in registers. INT8 sums are int32, exact.
-
 Activations [N, groups, M] multiply a block-diagonal weight: features are shared out equally, each to its own inputs.
 With `row_tiles` rows are shared out among weights [E, F, M]: a tile's rows have one weight, and it stores no others
 (`grouped_matmul`; bfloat16, too, whose sums stay on the tensor cores as INT8's do).
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,18 +22,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mosaic, _row_tiles, _scaled_results
+from pallas_kernels import _inline, _inline_memory, _mosaic, _row_tiles, _scaled_results, _scaled_sums
+from pallas_kernels._scaled_sums import BLOCK, SCALES, TOGETHER
 
-BLOCK = 128
-"""Inputs of one step: a swizzle span of 8-bit codes."""
-PROMOTE = 4
-"""Steps whose FP8 products one accumulator adds up."""
-TOGETHER = 8
-"""Steps written out in a row; the tensor cores run dry after them only."""
-SCALES = 4
-"""Columns of block scales that are fetched together: TMA copies 16 bytes at least."""
 FEW = 16
 """Rows that are fetched for a tile that has no more, where tiles may be partial."""
+SOME = 32
+"""Rows up to which products with block scales are `_Plan.free`: 16 gain 6 %, 64 lose 2 %."""
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 TILES = ((128, 128, 6), (128, 64, 8), (64, 64, 6), (64, 32, 8), (64, 16, 8))
 """Rows, features and stages by default, large tiles first."""
@@ -55,16 +48,13 @@ class Config:
     stages: int = 6
     """Steps in flight; with 64 rows a step is two blocks of inputs."""
     cluster: int = 1
-    """Thread blocks side by side that share the activations: 1 or 2."""
+    """Thread blocks side by side that share the activations: 1 or 2, with 64 rows 1."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
-    early: bool = False
-    """With 64 rows: scales are fetched before they are needed, those of the results before the products."""
-    wide: bool = False
-    """With 64 rows: one copy for both blocks of the weight in a step."""
-    free: bool = False
-    """Copies are issued without the loading warpgroup meeting before each, and a thread block may end when its results
-    have left shared memory, before they are in global memory."""
+    resident: bool = False
+    """With block scales of up to 64 rows: those of `a` stay in shared memory, all of them."""
+    ahead: int = 0
+    """Inputs of the first tile's weight that are asked for in the L2 cache before anything else."""
 
     def __post_init__(self):
         choices = {"rows": (64, 128, 256), "features": (16, 32, 64, 128), "cluster": (1, 2)}
@@ -73,11 +63,13 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.width < 1:
-            raise ValueError(f"width must be at least 1, got {self.width}")
-        for name in ("early", "wide"):
-            if getattr(self, name) and not self.split:
-                raise ValueError(f"{name} needs rows=64, got rows={self.rows}")
+        for name, least in (("width", 1), ("ahead", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.cluster > 1 and self.split:
+            raise ValueError(f"rows=64 needs cluster=1, got cluster={self.cluster}")
+        if self.resident and not self.split:
+            raise ValueError(f"resident needs rows=64, got rows={self.rows}")
 
     @property
     def split(self) -> bool:
@@ -143,6 +135,18 @@ class _Plan:
         """Steps written out in a row; a divisor where steps left over, before the branches of partial tiles, spill."""
         all_fit = self.tiles is None or self.config.split
         return TOGETHER if all_fit else max(n for n in range(1, TOGETHER + 1) if self.steps % n == 0)
+
+    @property
+    def early(self) -> bool:
+        """Scales are fetched before they are needed, those of the results before the products."""
+        return self.config.split and self.tiles is None
+
+    @property
+    def free(self) -> bool:
+        """Copies are issued without the loading warpgroup meeting before each, and a thread block may end when its
+        results have left shared memory, before they are in global memory. 64 rows with block scales lose by it.
+        """
+        return self.early and not (self.blocks and self.N > SOME)
 
     @property
     def waves(self) -> int:
@@ -222,7 +226,7 @@ def configs(**args) -> Iterator[Config]:
     for rows in (64, 128, 256):
         for features in (16, 32, 64, 128):
             for stages in (4, 6, 8):
-                for cluster in (1, 2):
+                for cluster in (1,) if rows == 64 else (1, 2):
                     config = Config(rows=rows, features=features, stages=stages, cluster=cluster)
                     if _illegal(_plan(config, **args)) is None:
                         yield config
@@ -235,10 +239,8 @@ def _illegal(x: _Plan) -> str | None:
     if (c.cluster > 1 or x.groups) and x.together % (c.features * c.cluster):
         given = f"features={c.features} and cluster={c.cluster}" if x.groups else f"cluster={c.cluster}"
         return f"{given} needs output features in multiples of {c.features * c.cluster}, got {x.together}"
-    if x.tiles is not None and (c.early or c.wide or c.free):
-        return "early, wide and free are for one weight, not for one a group"
-    if c.wide and (x.M % BLOCK or x.F % c.features):
-        return f"wide needs inputs and features in multiples of {BLOCK} and {c.features}, got {x.M} and {x.F}"
+    if c.resident and not (x.blocks and c.rows >= x.N and x.M <= 256 * BLOCK and x.groups is x.tiles is None):
+        return f"resident needs block scales of up to 64 rows and {256 * BLOCK} inputs, got {x.N} and {x.M}"
     if (used := _mosaic.smem_bytes(_scratch(x).values())) > _mosaic.SMEM_BYTES:
         given = f"rows={c.rows}, features={c.features}, stages={c.stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
@@ -252,23 +254,28 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     tiles = _inline.span()
     out = _inline.span(x.piece * x.out_dtype.itemsize)
     writers = 1 if c.split else 2
-    weight = (c.features, x.parts * BLOCK) if c.wide else (x.parts, c.features, x.inputs)
-    boxes = _inline.spans(c.features, BLOCK) if c.wide else tiles
     scratch = {
         "a_ring": plgpu.SMEM((c.stages, x.parts, c.rows, x.inputs), x.a_dtype, transforms=tiles),
-        "b_ring": plgpu.SMEM((c.stages, *weight), x.b_dtype, transforms=boxes),
+        "b_ring": plgpu.SMEM((c.stages, x.parts, c.features, x.inputs), x.b_dtype, transforms=tiles),
         "tile": plgpu.SMEM((writers, 64, x.piece), x.out_dtype, transforms=out),
-        "full": plgpu.Barrier(num_arrivals=x.parts + (1 if c.wide else x.parts) + x.blocks, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=2 * x.parts + (x.blocks and not c.resident), num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=c.stages),
     }
-    if x.blocks:
+    if c.resident:
+        scratch |= {"scales": plgpu.SMEM((c.rows, _scale_columns(x)), f32), "scales_there": plgpu.Barrier()}
+    elif x.blocks:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, c.rows, SCALES), f32)
     if c.split:
         scratch |= {"other": plgpu.SMEM((64, c.features), x.total)}
         scratch |= {"sent": plgpu.Barrier(), "taken": plgpu.Barrier()}
     return scratch
+
+
+def _scale_columns(x: _Plan) -> int:
+    """Of the scales of `a`, filled up to what TMA copies."""
+    return pl.cdiv(pl.cdiv(x.M, BLOCK), SCALES) * SCALES
 
 
 # ---------------------------------------------------------------- launch
@@ -311,7 +318,7 @@ def scaled_matmul(
         num_threads=3,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=x.free),
     )(*inputs.values())
 
 
@@ -337,6 +344,9 @@ def _block(x: _Plan, r: Any) -> None:
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
+        if c.resident:
+            how: Any = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+            plgpu.copy_gmem_to_smem(r.a_scale, r.scales.at[pl.ds(0, x.N)], r.scales_there, **how)
         _load(x, r, count, place)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
@@ -344,13 +354,20 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < 2)
     def _():
+        if c.ahead and x.tiles is None:
+            size, pitch = (n * x.b_dtype.itemsize for n in (min(c.ahead, x.M), x.M))
+            _inline_memory.prefetch(r.b, place(0).feature, c.features, size, warpgroup, 2, pitch)
         plgpu.set_max_registers(240, action="increase")
+
+        if c.resident:
+            plgpu.barrier_wait(r.scales_there)
 
         def tile(turn, weight):
             ahead = None if weight is None else place(turn + 1).weight  # loads from global memory take long
             at = place(turn)._replace(weight=weight)
-            ready = [_factors(x, r, at.row, feature) for feature in _pieces(x, at.feature)] if c.early else None
-            sums = (_sum_blocks if x.blocks else _sum_plain)(x, r, turn, warpgroup, at)
+            factors = functools.partial(_scaled_results.factors, r, x.blocks, x.piece)
+            ready = [factors(at.row, feature) for feature in _pieces(x, at.feature)] if x.early else None
+            sums = (_scaled_sums.of_blocks if x.blocks else _scaled_sums.plain)(x, r, turn, warpgroup, at)
             at = at if weight is None else place(turn)  # asked once more: registers are scarce until here
             if c.split:
                 _add_up(x, r, turn, warpgroup, sums, at, ready)
@@ -359,7 +376,7 @@ def _block(x: _Plan, r: Any) -> None:
             return ahead
 
         lax.fori_loop(0, count, tile, place(0).weight)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=c.free)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=x.free)
         if x.tiles is not None:
             _row_tiles.clear(r.tile, r.o, r.count[1], warpgroup, me * c.cluster + member, blocks * c.cluster)
         if c.split:
@@ -386,16 +403,12 @@ def _load(x: _Plan, r: Any, count, place) -> None:
 
             def fetch(rows):
                 mine, to = (pl.ds(at.row, rows), *group), pl.ds(0, rows)
-                if c.wide:
-                    inputs = pl.ds(j * x.parts * BLOCK, x.parts * BLOCK)
-                    plgpu.copy_gmem_to_smem(r.b.at[features, inputs], r.b_ring.at[slot], full)
                 for part in range(x.parts):
                     inputs = pl.ds((j * x.parts + part) * x.inputs, x.inputs)
                     weight = (features, inputs) if at.weight is None else (at.weight, features, inputs)
-                    if not c.wide:
-                        plgpu.copy_gmem_to_smem(r.b.at[weight], r.b_ring.at[slot, part], full)
+                    plgpu.copy_gmem_to_smem(r.b.at[weight], r.b_ring.at[slot, part], full)
                     plgpu.copy_gmem_to_smem(r.a.at[(*mine, inputs)], r.a_ring.at[slot, part, to], full, **share)
-                if x.blocks:
+                if x.blocks and not c.resident:
                     first = lax.div(j * x.parts, i32(SCALES)) * SCALES
                     scales = r.a_scale.at[(*mine, pl.ds(first, SCALES))]
                     plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, to], full)
@@ -409,150 +422,6 @@ def _load(x: _Plan, r: Any, count, place) -> None:
         lax.fori_loop(0, x.steps, step, None)
 
     lax.fori_loop(0, count, tile, None)
-
-
-def _start(x: _Plan, r: Any, slot, part, rows, sums=None, over=None):
-    """Start the product of one block of inputs."""
-    wide = x.config.wide
-    b = r.b_ring.at[slot, :, pl.ds(part * BLOCK, BLOCK)] if wide else r.b_ring.at[slot, part]
-    return _inline.start(r.a_ring.at[slot, part, rows], b, sums, over, boxed=wide)
-
-
-def _rows(x: _Plan, warpgroup, wave: int):
-    """Rows of the tile that a warpgroup multiplies in one wave."""
-    return pl.ds(0 if x.config.split else warpgroup * (x.config.rows // 2) + wave * 64, 64)
-
-
-def _in_turn(x: _Plan, r: Any, turn, first, count: int, begin, end) -> None:
-    """`begin(i, slot)` starts the products of step first + i, `end(i, pending)` uses them, one step later.
-
-    So a warpgroup's tensor cores have work while it adds; `pending` groups of products may still be under way then.
-    """
-    slots = _slots(x, turn * x.steps + first, count)
-
-    def finish(i, pending):
-        end(i, pending)
-        plgpu.barrier_arrive(r.empty.at[slots[i]])
-
-    for i, slot in enumerate(slots):
-        plgpu.barrier_wait(r.full.at[slot])
-        begin(i, slot)
-        if i > 0:
-            finish(i - 1, x.waves)
-    finish(count - 1, 0)
-
-
-def _slots(x: _Plan, first, count: int) -> list:
-    """Slots of `count` steps from step `first` on."""
-    slots = [lax.rem(first, i32(x.config.stages))]
-    for _ in range(count - 1):
-        slots.append(jnp.where(slots[-1] == x.config.stages - 1, 0, slots[-1] + 1))
-    return slots
-
-
-def _sum_blocks(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
-    """Sums of one tile with a scale per row and block of inputs: one float32 [64, features] per wave."""
-    c = x.config
-    part = warpgroup if c.split else 0
-    scale_row, last = x.scale_row(at.feature), pl.cdiv(x.M, BLOCK) - 1
-    if at.weight is not None:
-        scale_row = scale_row + at.weight * pl.cdiv(x.F, BLOCK)
-
-    def b_scales(j, count):
-        return tuple(r.b_scale[scale_row, jnp.minimum((j + i) * x.parts + part, last)] for i in range(count))
-
-    def multiply_ahead(j, sums, scales):
-        sums, started, used = list(sums), {}, {}
-
-        def begin(i, slot):
-            for wave in range(x.waves):
-                rows = _rows(x, warpgroup, wave)
-                column = lax.rem((j + i) * x.parts + part, i32(SCALES))
-                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], column) * scales[i]
-                started[i, wave] = scale, _start(x, r, slot, part, rows, over=used.pop((i - 2, wave), None))
-
-        def end(i, pending):
-            for wave in range(x.waves):
-                scale, product = started.pop((i, wave))
-                product = _inline.settle(product, pending + x.waves - 1 - wave)
-                sums[wave] = _inline.add_scaled(sums[wave], scale, product)
-                used[i, wave] = product
-
-        _in_turn(x, r, turn, j, len(scales), begin, end)
-        return tuple(sums)
-
-    def multiply_waves(j, sums, scales):
-        """One product at a time, all in the same registers: the other warpgroup's products fill the gaps."""
-        sums, product = list(sums), None
-        for i, slot in enumerate(_slots(x, turn * x.steps + j, len(scales))):
-            plgpu.barrier_wait(r.full.at[slot])
-            for wave in range(x.waves):
-                rows = _rows(x, warpgroup, wave)
-                product = _start(x, r, slot, 0, rows, over=product)
-                scale = _inline_memory.load_column(r.scale_ring.at[slot, rows], lax.rem(j + i, i32(SCALES))) * scales[i]
-                product = _inline.settle(product, 0)
-                if wave == x.waves - 1:
-                    plgpu.barrier_arrive(r.empty.at[slot])
-                sums[wave] = _inline.add_scaled(sums[wave], scale, product)
-        return tuple(sums)
-
-    multiply = multiply_waves if x.waves > 1 else multiply_ahead
-
-    def steps(n, carry):
-        sums, scales = carry
-        ahead = b_scales((n + 1) * x.written, x.written) if c.early else None
-        return multiply(n * x.written, sums, scales), ahead or b_scales((n + 1) * x.written, x.written)
-
-    zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
-    whole, rest = divmod(x.steps, x.written)
-    turns = whole if at.weight is None else whole + jnp.minimum(at.weight, 0)  # one turn would be unrolled, and spill
-    sums, scales = lax.fori_loop(0, turns, steps, ((zero,) * x.waves, b_scales(0, x.written)))
-    return multiply(whole * x.written, sums, scales[:rest]) if rest else sums
-
-
-def _sum_plain(x: _Plan, r: Any, turn, warpgroup, at: _row_tiles.Place) -> tuple:
-    """Sums of one tile without scales: [64, features] per wave, int32 or float32."""
-    c = x.config
-    del at
-    part, chain = warpgroup if c.split else 0, TOGETHER if x.running else PROMOTE
-
-    def multiply(j, before, count):
-        """`count` steps; sums of INT8 and bfloat16 go on, FP8 products of `chain` steps are added to float32 sums."""
-        sums: list[Any] = [None] * x.waves if before is None else list(before)
-        running: list[Any] = list(sums) if x.running else [None] * x.waves
-
-        def begin(i, slot):
-            for wave in range(x.waves):
-                rows = _rows(x, warpgroup, wave)
-                old = None if i % chain == 0 and not x.running else running[wave]
-                if old is None and i > 0:
-                    finished[i - 1, wave] = running[wave]
-                over = used.pop((i - chain - 1, wave), None) if old is None else None
-                running[wave] = _start(x, r, slot, part, rows, old, over)
-
-        def end(i, pending):
-            if i + 1 < count and (i + 1) % chain:
-                plgpu.wgmma_wait(pending)
-                return
-            for wave in range(x.waves):
-                products = finished.pop((i, wave), running[wave])
-                products = _inline.settle(products, pending + x.waves - 1 - wave)
-                sums[wave] = products if x.running else sums[wave] + products
-                used[i, wave] = products
-
-        finished, used = {}, {}
-        _in_turn(x, r, turn, j, count, begin, end)
-        return tuple(sums)
-
-    whole, rest = divmod(x.steps, x.written)
-    if x.running:
-        first = rest or x.written
-        sums = multiply(0, None, first)
-        more = (x.steps - first) // x.written
-        return lax.fori_loop(0, more, lambda n, sums: multiply(first + n * x.written, sums, x.written), sums)
-    zero = plgpu.layout_cast(jnp.zeros((64, c.features), f32), _inline.WGMMA)
-    sums = lax.fori_loop(0, whole, lambda n, sums: multiply(n * TOGETHER, sums, TOGETHER), (zero,) * x.waves)
-    return multiply(whole * TOGETHER, sums, rest) if rest else sums
 
 
 def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _row_tiles.Place, ready: list | None) -> None:
@@ -572,10 +441,6 @@ def _add_up(x: _Plan, r: Any, turn, warpgroup, sums: tuple, at: _row_tiles.Place
         _store(x, r, r.tile.at[0], (both,), at, ready)
 
 
-def _factors(x: _Plan, r: Any, row, feature) -> _scaled_results.Factors:
-    return _scaled_results.factors(r, x.blocks, x.piece, row, feature)
-
-
 def _pieces(x: _Plan, feature) -> list:
     """First features of the pieces of a tile."""
     return [feature + column for column in range(0, x.config.features, x.piece)]
@@ -585,7 +450,7 @@ def _store(x: _Plan, r: Any, tile: Any, sums: tuple, at: _row_tiles.Place, ready
     """Scale, add the bias, round and write; TMA leaves out what lies outside the output."""
     for wave, (i, feature) in itertools.product(range(len(sums)), enumerate(_pieces(x, at.feature))):
         first = at.row + wave * 64
-        factors = _factors(x, r, first, feature) if ready is None else ready[i]
+        factors = _scaled_results.factors(r, x.blocks, x.piece, first, feature) if ready is None else ready[i]
         value = _scaled_results.finished(factors, sums[wave][:, i * x.piece : (i + 1) * x.piece])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = value.astype(x.out_dtype)

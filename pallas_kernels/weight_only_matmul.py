@@ -18,19 +18,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _inline, _mosaic
+from pallas_kernels import _decode, _inline, _inline_memory, _mosaic, _one_row
 from pallas_kernels._decode import FEATURES, HALF, INPUTS
 
 TOKENS = (8, 16, 32, 64, 128, 256)
-WAYS = ((2, False, 1), (2, True, 1), (2, True, 2), (4, True, 1), (4, True, 2))
+LATE = 16
+"""Activation rows up to which scales of whole tiles multiply sums; there are as many of these as weights with 128."""
+WAYS = ((1, True, 1), (2, False, 1), (2, True, 1), (2, True, 2), (4, True, 1), (4, True, 2))
 """Configurations to try: warpgroups, split, deep."""
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """Registers of a thread that multiplies, given the warpgroups that do."""
+MOST = 32768
+"""Inputs of a row that one copy brings."""
 GROUPS = 2
 """Groups of instructions that `_decode.start` starts."""
 PIECE = 64
 """Activation rows that leave together."""
 DTYPES = ("bfloat16", "float16")
+
+IN_BOUNDS: Any = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -51,28 +57,32 @@ class Config:
     stages: int = 4
     """Slots of the ring."""
     cluster: int = 1
-    """Thread blocks along the features that share the activations: 1, 2 or 4."""
+    """Thread blocks along the features that share the activations: 1 or 2."""
     boxed: bool = False
     """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
+    resident: bool = False
+    """One row, which stays in shared memory, and 4-bit integers whose zero points come off the sums: `_one_row`."""
+    bulk: bool = False
+    """Neighbouring tiles of the weight, which are one piece of memory, come as such: nobody waits for descriptors."""
+    ahead: bool = False
+    """The first tile's weight is asked for in the L2 cache before anything else."""
     together: int = 1
     """Slots whose products are written out in a row: a tile is decoded while the one before it multiplies."""
-    in_place: bool = False
-    """4-bit integers in float16: every other code is read without a shift."""
-    late: bool = False
-    """Scales of whole tiles multiply float32 sums of a tile, not the weight, which then is not rounded."""
-    free: bool = False
-    """Copies are issued without the loading warpgroup meeting before each, and a thread block may end when its results
-    have left shared memory, before they are in global memory."""
 
     def __post_init__(self):
-        choices = {"tokens": TOKENS, "warpgroups": (1, 2, 3, 4), "deep": (1, 2), "cluster": (1, 2, 4)}
+        if self.bulk and not self.split:
+            raise ValueError("bulk needs split, whose tiles are neighbours")
+        choices = {"tokens": TOKENS, "warpgroups": (1, 2, 3, 4), "deep": (1, 2), "cluster": (1, 2)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
+        if self.resident and (self.tokens, self.split, self.cluster, self.boxed) != (TOKENS[0], True, 1, False):
+            given = f"tokens={self.tokens}, split={self.split}, cluster={self.cluster}, boxed={self.boxed}"
+            raise ValueError(f"resident needs tokens={TOKENS[0]} and split, not cluster or boxed, got {given}")
         if self.boxed and self.cluster > 1:
             raise ValueError(f"boxed activations belong to one thread block, got cluster={self.cluster}")
         for name in ("width", "together"):
@@ -111,6 +121,11 @@ class _Plan:
         return 16 if (self.config.tokens, self.config.stages) == (256, 3) else min(self.config.tokens, PIECE)
 
     @property
+    def late(self) -> bool:
+        """Scales of whole tiles multiply float32 sums of a tile, not the weight, which then is not rounded."""
+        return (self.code.scale, self.code.groups) == ("value", 1) and self.config.tokens <= LATE
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Tiles along activation rows and along features, the latter by cluster."""
         c = self.config
@@ -122,27 +137,32 @@ def _plan(config: Config, *, x, w, code, **_) -> _Plan:
         N=x.shape[0],
         M=x.shape[1],
         F=w.shape[0] * FEATURES,
-        code=code,
+        code=dataclasses.replace(code, in_place=(code.kind, code.dtype) == ("u4", jnp.float16)),
         config=config,
         interpreted=_mosaic.interpreting(),
     )
 
 
 def default_config(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = None) -> Config:
-    """Few rows: warpgroups split the inputs; many: each has its own features. Without `code` it fits all of `bits`."""
+    """Few rows: warpgroups split the inputs; many: each has its own features. Without `code` it fits all of `bits`.
+
+    Up to 128 rows of 4 bits one warpgroup multiplies, for slots of half the size: the loader is further ahead.
+    """
     tokens = next((t for t in TOKENS if t >= N), TOKENS[-1])
     cluster = 2 if N > 64 and F % (4 * FEATURES) == 0 else 1
     warpgroups = 4 if tokens <= 32 else 2
     ways = [(2, 4), (2, 3)] if tokens <= 16 else []
-    common = {"tokens": tokens, "warpgroups": warpgroups, "split": tokens <= 128, "cluster": cluster}
-    boxed = 8 < tokens <= 64 and M % HALF == 0
-    plans = [
-        _widest(Config(**common, deep=deep, stages=stages, boxed=boxed), N, M, F, bits)
-        for deep, stages in [*ways, (1, 4), (1, 3), (1, 2)]
-    ]
+    common: dict[str, Any] = {"tokens": tokens, "warpgroups": warpgroups, "split": tokens <= 128, "cluster": cluster}
+    fine = code is not None and code.kind == "e2m1"  # many scales
+    common["boxed"] = ((tokens <= 8 and fine) or 8 < tokens <= 64) and M % HALF == 0
+    found = [Config(**common, deep=deep, stages=stages) for deep, stages in [*ways, (1, 4), (1, 3), (1, 2)]]
+    if tokens == 128 and bits == 4:
+        found.insert(0, dataclasses.replace(Config(**common), warpgroups=1, stages=5, together=4))
+    plans = [_widest(config, N, M, F, bits) for config in found]
     if code is not None:
         plans = [dataclasses.replace(plan, code=code) for plan in plans]
-    return next(plan.config for plan in plans if why_not_config(plan) is None)
+    plan = next(plan for plan in plans if why_not_config(plan) is None)
+    return dataclasses.replace(plan.config, together=2) if tokens == 8 and plan.late else plan.config
 
 
 def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = None) -> Iterator[Config]:
@@ -153,13 +173,17 @@ def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = No
         return why_not_config(plan if code is None else dataclasses.replace(plan, code=code)) is None
 
     for tokens, (warpgroups, split, deep) in itertools.product(TOKENS, WAYS):
-        for stages, cluster in itertools.product((2, 3, 4, 6, 8), (1, 2)):
+        for stages, cluster in itertools.product((2, 3, 4, 5, 6, 8), (1, 2)):
             config = Config(
                 tokens=tokens, warpgroups=warpgroups, split=split, deep=deep, stages=stages, cluster=cluster
             )
             found = [config]
+            if deep == 1 or tokens == TOKENS[0]:
+                found.append(dataclasses.replace(config, together=stages - 1 if deep == 1 else 2))
             if split and cluster == 1 and N <= tokens < 2 * max(N, TOKENS[0]):  # those whose slots few rows fill
                 found.append(dataclasses.replace(config, boxed=True))
+            if split and cluster == 1 and N == 1 and tokens == TOKENS[0]:
+                found += [dataclasses.replace(config, resident=True) for config in found if not config.boxed]
             yield from filter(fits, found)
 
 
@@ -178,10 +202,11 @@ def why_not_config(x: _Plan) -> str | None:
     if c.boxed and (x.M % HALF or (c.tokens < x.N and x.N % c.tokens)):
         need = f"input features in multiples of {HALF} and up to {c.tokens} rows or a multiple"
         return f"boxed needs {need}, got {x.M} and {x.N}"
-    if c.in_place and (x.code.kind, x.code.dtype) != ("u4", jnp.float16):
-        return f"in_place needs 4-bit integers and float16, got {x.code.kind} and {x.code.dtype}"
-    if c.late and (x.code.scale, x.code.groups) != ("value", 1):
-        return f"late needs one scale for {INPUTS} inputs, got {x.code.groups} (stored as {x.code.scale})"
+    if c.resident and (x.N > 1 or x.M % INPUTS or x.M > MOST or x.code.kind != "u4" or not x.late):
+        need = f"one row of up to {MOST} inputs, a multiple of {INPUTS}, and 4-bit integers with one scale for {INPUTS}"
+        return f"resident needs {need}, got {x.N} of {x.M}, {x.code.kind} and {x.code.groups}"
+    if c.bulk and (tiles := pl.cdiv(x.M, INPUTS)) % x.parts:
+        return f"bulk needs tiles of {INPUTS} inputs in multiples of {x.parts}, got {tiles}"
     if c.cluster > 1 and x.F % (multiple := FEATURES * x.columns * c.cluster):
         return f"cluster={c.cluster} needs output features in multiples of {multiple}, got {x.F}"
     scratch = _scratch(dataclasses.replace(x, interpreted=False))
@@ -196,18 +221,25 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     """Scratch of one thread block; `other` carries sums between warpgroups, `spare` exists interpreted only."""
     c, code = x.config, x.code
     lanes = code.scale_count // FEATURES
-    copies = 1 + (1 if c.boxed else 2 * x.parts) + (code.scale is not None) + code.zeros
+    copies = 1 + (0 if c.resident else 1 if c.boxed else 2 * x.parts) + (code.scale is not None) + code.zeros
     scratch = {
         "w_ring": plgpu.SMEM((c.stages, x.columns, x.parts, code.words // 256, 256), i32),
-        "x_ring": plgpu.SMEM((c.stages, c.tokens, x.parts * INPUTS), code.dtype, transforms=_inline.spans(c.tokens))
-        if c.boxed
-        else plgpu.SMEM((c.stages, 2 * x.parts, c.tokens, HALF), code.dtype, transforms=_inline.span()),
         "tile": plgpu.SMEM((x.columns, x.piece, FEATURES), code.dtype),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
         "empty": plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=c.stages)
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
+    if c.resident:  # wgmma reads on behind the last inputs
+        scratch["x_row"] = plgpu.SMEM((pl.cdiv(x.M, INPUTS) + 1, INPUTS), code.dtype)
+        scratch["x_sums"] = plgpu.SMEM((c.warpgroups, x.steps * c.deep), f32)
+        scratch["x_there"] = plgpu.Barrier()
+    elif c.boxed:
+        shape = c.stages, c.tokens, x.parts * INPUTS
+        scratch["x_ring"] = plgpu.SMEM(shape, code.dtype, transforms=_inline.spans(c.tokens))
+    else:
+        shape = c.stages, 2 * x.parts, c.tokens, HALF
+        scratch["x_ring"] = plgpu.SMEM(shape, code.dtype, transforms=_inline.span())
     if code.scale is not None:
         scratch["s_ring"] = plgpu.SMEM((c.stages, x.columns, x.parts, lanes, FEATURES), code.dtype)
     if code.zeros:
@@ -237,10 +269,10 @@ def product(*, config: Config, code: _decode.Code, x, w, scales, zeros, channel,
     Raises:
         ValueError: `config` does not fit these shapes.
     """
-    plan = _plan(config, x=x, w=w, code=dataclasses.replace(code, in_place=config.in_place))
+    plan = _plan(config, x=x, w=w, code=code)
     if reason := why_not_config(plan):
         raise ValueError(f"weight_only_matmul: {reason}")
-    inputs = {"x": x, "w": w.reshape(*w.shape[:2], -1, 256)}
+    inputs = {"x": x.reshape(-1, INPUTS) if config.resident else x, "w": w.reshape(*w.shape[:2], -1, 256)}
     given = {"scales": scales, "zeros": zeros}
     inputs |= {name: v.reshape(*v.shape[:2], -1, FEATURES) for name, v in given.items() if v is not None}
     inputs |= {name: v for name, v in (("channel", channel), ("factor", factor)) if v is not None}
@@ -262,7 +294,7 @@ def product(*, config: Config, code: _decode.Code, x, w, scales, zeros, channel,
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="weight_only_matmul",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=config.free),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(*inputs.values())
 
 
@@ -282,6 +314,8 @@ def _block(x: _Plan, r: Any) -> None:
     @pl.when(warpgroup == c.warpgroups)
     def _():
         plgpu.set_max_registers(24, action="decrease")
+        if c.resident:
+            plgpu.copy_gmem_to_smem(r.x, r.x_row.at[pl.ds(0, r.x.shape[0])], r.x_there, **IN_BOUNDS)
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, turn, *origin(turn)), None)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
@@ -289,7 +323,15 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
+        if c.ahead:
+            size, first = pl.cdiv(x.M, INPUTS) * x.code.words * 4, origin(0)[1] + (0 if c.split else warpgroup)
+            part, parts = (warpgroup, c.warpgroups) if c.split else (0, 1)
+            _inline_memory.prefetch(r.w, first, 1, size, part, parts, size)
         plgpu.set_max_registers(REGISTERS[c.warpgroups], action="increase")
+        if c.resident:
+            plgpu.barrier_wait(r.x_there)
+            row = r.x_row.at[pl.ds(0, r.x.shape[0])]
+            _one_row.input_sums(row, r.x_sums.at[warpgroup], warpgroup, x.parts, c.deep)
 
         def tile(turn, _):
             token, column = origin(turn)
@@ -302,7 +344,7 @@ def _block(x: _Plan, r: Any) -> None:
                 _store(x, r, r.tile.at[warpgroup], sums, token, column + warpgroup)
 
         lax.fori_loop(0, count, tile, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=c.free)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if c.split and c.warpgroups > 1:
             pl.when(warpgroup > 0)(lambda: plgpu.barrier_wait(r.taken))
 
@@ -312,7 +354,7 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
-    columns = pl.ds(column, x.columns)
+    columns, how = pl.ds(column, x.columns), IN_BOUNDS if c.bulk else {}
 
     def step(j, _):
         at = turn * x.steps + j
@@ -322,7 +364,9 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
         for source, ring in ((r.w, r.w_ring), (r.scales, r.s_ring), (r.zeros, r.z_ring)):
             if source is not None:
                 tiles = pl.ds(j * x.parts, x.parts)
-                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full)
+                plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full, **how)
+        if c.resident:
+            return
         if c.boxed:
             inputs = pl.ds(j * x.parts * INPUTS, x.parts * INPUTS)
             plgpu.copy_gmem_to_smem(r.x.at[pl.ds(token, c.tokens), inputs], r.x_ring.at[slot], full, **share)
@@ -344,8 +388,15 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
     def tile(slot, i):
         at = part * c.deep + i
         w, s, z = (None if ring is None else ring.at[slot, column, at] for ring in (r.w_ring, r.s_ring, r.z_ring))
+        if c.resident:
+            return w, s, z, None
         y = r.x_ring.at[slot, :, pl.ds(at * INPUTS, INPUTS)] if c.boxed else r.x_ring.at[slot, pl.ds(2 * at, 2)]
         return w, s, z, y
+
+    def row(step, i):
+        """Inputs of a tile, and the number of their sum; behind the last tile codes are 0."""
+        number = jnp.minimum(step * x.parts + part * c.deep + i, r.x.shape[0] - 1)
+        return r.x_row.at[number], step * c.deep + i
 
     def release(slot):
         _inline.release_reads()
@@ -360,7 +411,13 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
             if at[1] == 0:
                 plgpu.barrier_wait(r.full.at[slot])
             w, s, z, y = tile(slot, at[1])
-            if c.late:
+            if c.resident:
+                y, n = row(first + at[0], at[1])
+                product = _one_row.start(x.code, w, y, over)
+                if waiting is not None:
+                    sums, over = add(sums, waiting, GROUPS)
+                waiting = (s, z, n), product
+            elif x.late:
                 scale = _decode.row_scales(x.code, s)
                 product = _decode.start(x.code, None, (w, None, z, y), spare, c.boxed, over)
                 if waiting is not None:
@@ -369,8 +426,8 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
             else:
                 sums = _decode.start(x.code, sums, (w, s, z, y), spare, c.boxed)
             if at == last:
-                sums = add(sums, waiting, 0)[0] if c.late else _inline.settle(sums, 0)
-            elif at[0] and at[1] == 0 and not c.late:
+                sums = add(sums, waiting, 0)[0] if x.late else _inline.settle(sums, 0)
+            elif at[0] and at[1] == 0 and not x.late:
                 plgpu.wgmma_wait(GROUPS)
             if at[0] and at[1] == 0:  # the tile before was the last of its slot
                 release(slots[at[0] - 1])
@@ -380,6 +437,9 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
     def add(sums, waiting, pending):
         scale, product = waiting
         product = _inline.settle(product, pending)
+        if c.resident:
+            s, z, n = scale
+            return _one_row.add(x.code, sums, product, s, z, r.x_sums.at[warpgroup], n), product
         return _inline.add_scaled(sums, scale, product), product
 
     zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
@@ -415,6 +475,9 @@ def _store(x: _Plan, r: Any, tile: Any, sums, token, column) -> None:
         sums = sums * lax.broadcast_in_dim(scale, sums.shape, [0])
     if r.factor is not None:
         sums = sums * r.factor[0]
+    if x.config.resident:
+        _one_row.store(r.o, feature, sums.astype(x.code.dtype))
+        return
     for first in range(0, x.config.tokens, x.piece):
         value = sums[:, first : first + x.piece].astype(x.code.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

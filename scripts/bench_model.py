@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ MEMORY = 1.05
 """A decode step may need so many times the bytes of weights and caches."""
 GROUP = 20
 """Most steps between two looks at the clock."""
+STEPS = 8
+"""Steps whose kernels are looked at."""
 PIECES, PHASES = ("steps", "parts", "peers"), ("prefill", "decode")
 
 type Line = dict[str, Any]
@@ -114,17 +117,28 @@ class Run:
 
     def steps(self, model: Any, steps: Sequence[v4.Step], before: int | None) -> Iterator[Line]:
         """A line for each whole step; `before` = bytes in use before the model was made."""
-        self.left()
-        compiled = self.compile([v4.Ready(model, step).lower() for step in steps])
+        lowered = []
+        for step in steps:
+            self.left()
+            lowered.append(v4.Ready(model, step).lower())
+        compiled = self.compile(lowered)
         for step, program in zip(steps, compiled, strict=True):
             self.left()
             yield from self.whole(v4.Ready(model, step), program, before)
 
     def compile(self, lowered: Sequence[Any]) -> list[Any]:
-        """All programs, compiled side by side; nothing is measured meanwhile."""
-        begin = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            done = list(pool.map(lambda x: x.compile(), lowered))
+        """All programs, compiled side by side; nothing is measured meanwhile.
+
+        Raises:
+            OutOfTime: the limit was reached; the compiler goes on until the process ends.
+        """
+        begin, pool = time.perf_counter(), concurrent.futures.ThreadPoolExecutor()
+        started = [pool.submit(x.compile) for x in lowered]
+        late = concurrent.futures.wait(started, self.left()).not_done
+        pool.shutdown(wait=False, cancel_futures=True)
+        if late:
+            raise OutOfTime
+        done = [x.result() for x in started]
         contest.say(f"  compiled {len(done)} programs in {time.perf_counter() - begin:.1f} s")
         return done
 
@@ -135,16 +149,16 @@ class Run:
         kept: list[Any] = [None]
 
         def again():  # the steps of a group must find room in the caches
-            kept[0] = jax.block_until_ready(ready.state())
+            kept[:] = jax.block_until_ready([ready.state() for _ in range(1 if step.phase == "decode" else GROUP)])
 
         def decode():
             kept[0] = ready.advance(compiled, kept[0])
             return kept[0].lengths
 
         def prefill():
-            return ready.advance(compiled, ready.state()).lengths
+            return ready.advance(compiled, kept.pop()).lengths
 
-        launch, restart = (prefill, lambda: None) if step.phase == "prefill" else (decode, again)
+        launch = prefill if step.phase == "prefill" else decode
         if step.phase == "decode":
             again()
             decode()
@@ -155,7 +169,8 @@ class Run:
             except Exception as e:
                 problems.append(f"a decode step waits for the host, or does not fit the step before: {e}")
         with timing.turn():
-            taken = times(launch, self.args.rounds, restart)
+            taken = times(launch, self.args.rounds, again)
+            kernels = step_kernels(launch, again) if mechanisms.timer() is timing.cupti else None
         found = {"a step needs": step_memory(compiled), "the process holds": _difference(in_use(), before)}
         ratios = {said: used / (weights + cache) for said, used in found.items() if used is not None}
         for said, ratio in ratios.items():
@@ -164,33 +179,33 @@ class Run:
         base = self.base(step) | {"what": step.what, "weights_bytes": weights, "cache_bytes": cache}
         base |= {"step_bytes": found["a step needs"], "held_bytes": found["the process holds"]}
         base["memory_ratio"] = max(ratios.values(), default=None)
+        base |= {"gpu_launches": kernels and kernels[0], "gpu_us": kernels and sum(kernels[1].values())}
         per_second = step.rows / (taken.median * 1e-6)
         yield base | _line("whole", taken) | {"tokens_s": per_second, "problems": problems}
-        if self.args.kernels:
-            seen: dict[str, float] = {}
-            for name, us in _aot.kernel_times(lambda: jax.block_until_ready(launch())):
-                seen[name] = seen.get(name, 0.0) + us
-            top = sorted(seen.items(), key=lambda item: -item[1])[:20]
-            yield base | {"part": "kernels", "us": sum(seen.values()), "kernels": dict(top)}
+        if self.args.kernels and kernels is not None:
+            top = sorted(kernels[1].items(), key=lambda item: -item[1])[:20]
+            yield base | {"part": "kernels", "us": base["gpu_us"], "kernels": dict(top)}
 
     def parts(self, model: Any) -> Iterator[Line]:
         """A line for each part of a step, how often each model has it, and for each model the sum."""
-        self.left()
-        prepared = []
+        found: dict[tuple[str, v4.Step], list[float]] = {}
         for phase in self.phases:
-            step, pieces = self.prepared_parts(model, phase)
-            prepared += [(step, part, *part.prepared()) for part in pieces]
-        compiled = self.compile([lowered for _, _, lowered, _ in prepared])
-        sums: dict[tuple[str, v4.Step], float] = {}
-        for (step, part, _, runs), program in zip(prepared, compiled, strict=True):
             self.left()
-            taken = timing.compare({"part": runs(program)}, mechanisms.timer(), self.args.rounds)["part"]
-            counts = self.counts(part)
-            yield self.base(step) | _line(part.name, taken) | {"count": counts}
-            for what, count in counts.items():
-                sums[what, step] = sums.get((what, step), 0.0) + count * taken.median
-        for (what, step), us in sums.items():
-            yield self.base(step) | {"what": what, "part": "sum of parts", "us": us}
+            step, pieces = self.prepared_parts(model, phase)
+            prepared = []
+            for part in pieces:
+                self.left()
+                prepared.append((part, *part.prepared()))
+            compiled = self.compile([lowered for _, lowered, _ in prepared])
+            for (part, _, runs), program in zip(prepared, compiled, strict=True):
+                self.left()
+                taken = timing.compare({"part": runs(program)}, mechanisms.timer(), self.args.rounds)["part"]
+                counts = self.counts(part)
+                yield self.base(step) | _line(part.name, taken) | {"launches": taken.launches, "count": counts}
+                for what, count in counts.items():
+                    found.setdefault((what, step), []).append(count * taken.median)
+        for (what, step), each in found.items():
+            yield self.base(step) | {"what": what, "part": "sum of parts", "us": sum(each)}
 
     def counts(self, part: v4.Part) -> dict[str, int]:
         """How often each model has a part."""
@@ -257,6 +272,19 @@ def times(launch: Callable[[], Any], rounds: int, restart: Callable[[], None] = 
     return timing.summary(found)
 
 
+def step_kernels(launch: Callable[[], Any], restart: Callable[[], None]) -> tuple[float, dict[str, float]]:
+    """How many kernels a step launches on the GPU, and name -> microseconds of a step; copies do not count.
+
+    Means of several steps without a pause, because the clock of a GPU that has just rested is higher.
+    """
+    restart()
+    seen = _aot.kernel_times(lambda: jax.block_until_ready([launch() for _ in range(STEPS)]))
+    found: dict[str, float] = {}
+    for name, us in seen:
+        found[name] = found.get(name, 0.0) + us / STEPS
+    return len(seen) / STEPS, found
+
+
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -281,7 +309,7 @@ def _difference(after: int | None, before: int | None) -> int | None:
 
 
 def _line(part: str, t: timing.Times) -> Line:
-    return {"part": part, "us": t.median, "us_p10": t.p10, "us_p90": t.p90, "launches": t.launches}
+    return {"part": part, "us": t.median, "us_p10": t.p10, "us_p90": t.p90}
 
 
 def said(line: Line) -> str:
@@ -298,7 +326,8 @@ def said(line: Line) -> str:
         rest = f"; no peer: {', '.join(line['no_peer'])}" if line["no_peer"] else ""
         peer = f", where there is a peer {line['paired_us']:.0f} us, theirs {line['peer_us']:.0f} us"
         return f"{text}: {line['ops_us']:.0f} us{peer if line['peer_us'] is not None else ''}{rest}"
-    return f"{text}: {line['us']:.0f} us" + (f", {line['tokens_s']:.0f} tokens/s" if "tokens_s" in line else "")
+    text = f"{text}: {line['us']:.0f} us" + (f", {line['tokens_s']:.0f} tokens/s" if "tokens_s" in line else "")
+    return text + (f", {line['gpu_launches']:.0f} kernels of {line['gpu_us']:.0f} us" if line.get("gpu_us") else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -308,6 +337,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         timing.take_turns(args.turns)
     where = bench.provenance(args.commit, argv)
     where["command"] = " ".join(["python scripts/bench_model.py", *(sys.argv[1:] if argv is None else argv)])
+    where["xla_flags"] = os.environ.get(
+        "XLA_FLAGS", ""
+    )  # without autotuning, XLA's own products take many times as long
     run, failed = Run(args), False
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -352,4 +384,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # not to wait for programs that the compiler is still busy with

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import time
 
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ def test_lines_of_a_decode_step(tmp_path, monkeypatch):
     ]
     whole, sums = found[0], found[5]
     assert whole["problems"] == [] and whole["rows"] == 3 and whole["context"] == 40
+    assert whole["gpu_launches"] is whole["gpu_us"] is None  # no GPU
     assert whole["tokens_s"] == 3 / (whole["us"] * 1e-6)
     assert whole["memory_ratio"] > 1 and whole["weights_bytes"] > whole["cache_bytes"] > 0
     assert all(line["count"] == {"layer": 1} for line in found[1:5])
@@ -101,6 +103,21 @@ def test_the_limit_keeps_what_is_measured(tmp_path, monkeypatch, capsys):
     code, found = lines(tmp_path, "--phase", "decode", "--limit", "10")
     assert code == 1 and [line["part"] for line in found] == ["whole"]
     assert "bench_model: stopped after 10 s; what is measured is in" in capsys.readouterr().err
+
+
+def test_the_limit_does_not_wait_for_the_compiler(tmp_path):
+    run = bench_model.Run(bench_model._parse(["--limit", "0.2", "--out", str(tmp_path / "lines.jsonl")]))
+    free = threading.Event()
+
+    class Slow:
+        def compile(self):
+            free.wait(30)
+
+    begin = time.monotonic()
+    with pytest.raises(bench_model.OutOfTime):
+        run.compile([Slow()])
+    free.set()
+    assert time.monotonic() - begin < 30
 
 
 def test_a_peer_that_hangs_or_cannot_be_imported_blocks_nothing(monkeypatch):
@@ -150,6 +167,21 @@ def test_a_step_that_waits_fails(tmp_path, monkeypatch, capsys):
     code, found = lines(tmp_path, "--phase", "decode", "--piece", "steps")
     assert code == 1 and "a decode step waits for the host" in found[0]["problems"][0]
     assert "bench_model: layer decode: a decode step waits" in capsys.readouterr().err
+
+
+def test_the_kernels_of_a_step_are_counted_on_a_gpu(tmp_path, monkeypatch):
+    def seen(run):
+        run()
+        return [("long", 3.0), ("short", 0.5), ("short", 0.5)] * bench_model.STEPS
+
+    monkeypatch.setattr(bench_model.mechanisms, "timer", lambda: timing.cupti)
+    monkeypatch.setattr(bench_model._aot, "kernel_times", seen)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    code, (whole, kernels) = lines(tmp_path, "--phase", "prefill", "--piece", "steps", "--kernels")
+    assert code == 0 and (whole["gpu_launches"], whole["gpu_us"]) == (3, 4)
+    assert "launches" not in whole and whole["xla_flags"] == "--xla_gpu_autotune_level=4"
+    assert bench_model.said(whole).endswith(" tokens/s, 3 kernels of 4 us")
+    assert kernels["part"] == "kernels" and kernels["kernels"] == {"long": 3.0, "short": 1.0}
 
 
 def test_peers_need_a_library(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The numeric diff report: what it says, what it exits with, and that it can be trusted with untrusted names."""
 
 import copy
+import gzip
 import json
 import re
 import shutil
@@ -172,6 +173,12 @@ def test_json_is_strict_and_survives_a_round_trip(mixed, tmp_path):
     assert not re.search(r"(?<![\"\w])(NaN|-?Infinity)(?![\"\w])", source)
     assert json.loads(source)["results"][0]["metrics"]["odd"] == {"a": "nan", "b": "inf", "c": [0, 1]}
     assert schema.read(tmp_path / "report.json") == report
+    packed = tmp_path / "report.json.gz"
+    packed.write_bytes(gzip.compress(source.encode()))
+    assert schema.read(packed) == report
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(schema.ReportError, match="cannot be read"):
+        schema.read(packed)
 
 
 def test_refuses_two_results_of_one_key_and_unknown_states():

@@ -84,7 +84,9 @@ def _step(model_graph, pooling, cache_graph, pages, pooled, weights, tables, tok
         pooled = jnp.where(last[:, None], states, pooled)
     else:
         states = model.model(tokens, cache, batch).astype(jnp.float32)
-        owner = jnp.searchsorted(start, jnp.arange(tokens.shape[0]), side="right") - 1  # padding: beyond the last
+        owner = (
+            jnp.searchsorted(start, jnp.arange(tokens.shape[0]), side="right", method="compare_all") - 1
+        )  # padding: beyond the last
         padded = jnp.where((owner < requests)[:, None], states, 0)
         pooled = pooled + jax.ops.segment_sum(padded, owner, num_segments=requests + 1)[:requests]
     return nnx.state(cache), pooled

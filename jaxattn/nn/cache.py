@@ -77,7 +77,7 @@ class PagedBatch:
             nowhere = jnp.full(tokens, -1, jnp.int32)
             return cls(page_table, lengths, query_start, nowhere, jnp.zeros(tokens, jnp.int32))
         row = jnp.arange(tokens, dtype=jnp.int32)
-        request = jnp.searchsorted(query_start, row, side="right").astype(jnp.int32) - 1
+        request = jnp.searchsorted(query_start, row, side="right", method="compare_all").astype(jnp.int32) - 1
         live = (request >= 0) & (request < dims["B"])
         request = jnp.clip(request, 0, dims["B"] - 1)
         position = lengths[request] - query_start[request + 1] + row

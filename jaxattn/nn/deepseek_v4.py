@@ -25,12 +25,19 @@ from jaxattn.ops.sparse_mla import sparse_mla
 from jaxattn.quant import fp8
 
 _OP = "DeepseekV4Attention"
+_MANY = 1024
+"""Rows from which on copies of float32 products cost more than a launch for each product."""
 type LinearFormat = Literal["none", "fp8_block"]
 D, DR = _latent_cache.LATENT, _latent_cache.ROTARY
 
 
 def _draw(rngs: nnx.Rngs, dtype: DTypeLike, *shape: int) -> Array:
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * shape[0] ** -0.5).astype(dtype)
+
+
+def _apart(x: Array, w: Array) -> tuple[Array, Array]:
+    """Operands of a product: XLA joins those of the same x, and copies the results of many rows apart again."""
+    return jax.lax.optimization_barrier((x, w)) if len(x) >= _MANY else (x, w)
 
 
 def linear(inputs: int, outputs: int, *, format: str = "none", dtype: DTypeLike, rngs: nnx.Rngs) -> Any:
@@ -59,7 +66,7 @@ class Compressor(nnx.Module):
 
     def __call__(self, x: Float[Array, "N M"], table: Float[Array, "P Dr"], cache: CompressorState, batch: V4Batch):
         """Update `cache` with the states of these tokens and the entries that they end."""
-        kv, score = (_products.einsum("nm,mw->nw", x, w[...]) for w in (self.wkv, self.wgate))
+        kv, score = (_products.einsum("nm,mw->nw", *_apart(x, w[...])) for w in (self.wkv, self.wgate))
         cache.entries[...], cache.state[...] = compressor(
             kv,
             score,
@@ -109,13 +116,14 @@ class Indexer(nnx.Module):
         cache: CompressorState,
         batch: V4Batch,
     ) -> Int32[Array, "N topk"]:
-        """The best entries of each token, counted from its request's first; updates `cache` first.
+        """The best entries of each token, rising, counted from its request's first, -1 behind; updates `cache` first.
 
         Keys stay where they are: `jaxattn.indexer` reads those of a token through its request's row of `entry_table`.
         """
         self.compressor(x, table, cache, batch)
         heads = project(self.wq_b, q).reshape(len(x), self.heads, self.dim)
-        weights, q_scale = project(self.weights_proj, x), None
+        # XLA joins all products of x, and with so few columns among them it copies all weights in each step
+        weights, q_scale = project(self.weights_proj, jax.lax.optimization_barrier(x)), None
         if cache.format == "plain":
             codes = rope(heads, batch.positions, table)
             weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32)) * self.dim**-0.5 * self.heads**-0.5
@@ -137,6 +145,7 @@ class Indexer(nnx.Module):
             requests=batch.request,
             page=cache.page,
             format=cache.format,
+            order="rising",
             implementation=self.implementation,
         )
 

@@ -259,7 +259,9 @@ class MLAttention(nnx.Module):
             counts = jnp.clip(before - n * chunk, 0, chunk)
             ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
             row = jnp.arange(B * chunk, dtype=jnp.int32)
-            request = jnp.minimum(jnp.searchsorted(ends[1:], row, side="right").astype(jnp.int32), B - 1)
+            request = jnp.minimum(
+                jnp.searchsorted(ends[1:], row, side="right", method="compare_all").astype(jnp.int32), B - 1
+            )
             position = jnp.where(row < ends[-1], n * chunk + row - ends[request], -1)
             rows = cache.read(slot_mapping(batch.page_table, request, position, page=cache.rows.shape[1]), q.dtype)
             return tuple(merge_states(*state, *attend(rows, ends, False)))

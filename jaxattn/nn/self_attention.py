@@ -157,5 +157,5 @@ def _positions(x, query_start):
     if query_start is None:
         return jnp.tile(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[0])
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
-    b = jnp.searchsorted(query_start[1:], row, side="right")
+    b = jnp.searchsorted(query_start[1:], row, side="right", method="compare_all")
     return row - query_start[jnp.minimum(b, query_start.size - 2)]

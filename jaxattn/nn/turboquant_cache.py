@@ -153,7 +153,7 @@ def _own(q, k, v, query_start, lengths, options) -> tuple[jax.Array, jax.Array]:
     (N, K, D), B = k.shape, lengths.shape[0]
     width = -(-N // _PAGE)
     row = jnp.arange(N, dtype=jnp.int32)
-    request = jnp.searchsorted(query_start[1:], row, side="right").astype(jnp.int32)
+    request = jnp.searchsorted(query_start[1:], row, side="right", method="compare_all").astype(jnp.int32)
     live = request < B
     request = jnp.minimum(request, B - 1)
     first = query_start[:-1] // _PAGE + jnp.arange(B, dtype=jnp.int32)

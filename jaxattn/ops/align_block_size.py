@@ -145,7 +145,6 @@ MECHANISM = Mechanism(
             why_not_here=_mosaic.why_not_here,
             default_config=mosaic.default_config,
             configs=mosaic.configs,
-            proven=False,
         )
     },
     cases=(

@@ -106,7 +106,7 @@ def places(
 ) -> tuple[Int32[Array, " N"], Int32[Array, " N"], Array]:
     """Request and position of each packed row, and whether the row is a token at all."""
     row = jnp.arange(N, dtype=jnp.int32)
-    request = jnp.searchsorted(query_start, row, side="right").astype(jnp.int32) - 1
+    request = jnp.searchsorted(query_start, row, side="right", method="compare_all").astype(jnp.int32) - 1
     live = (request >= 0) & (request < lengths.shape[0])
     request = jnp.clip(request, 0, lengths.shape[0] - 1)
     position = lengths[request] - query_start[request + 1] + row

@@ -80,8 +80,8 @@ def sparse_mla(*, config: Config, return_lse: bool, **args):
 def _combined(x: Plan, out: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The parts of all splits as one result."""
     parts = {"o": out["o"], "lse": out["weight"], "base": "e", "return_corrected": False}
-    o, *_ = combine.combine_partials(config=combine.default_config(**parts), **parts)
-    done = {"o": o.astype(x.dtype)}
+    o, *_ = combine.combine_partials(config=combine.default_config(**parts), **parts, dtype=x.dtype)
+    done = {"o": o}
     if "lse" in out:
         done |= {"top": jnp.max(out["top"], 0), "lse": jax.nn.logsumexp(out["lse"], 0)}
     return done

@@ -1,9 +1,11 @@
 """The report as data: built from the judge's results, written and read as strict JSON, grouped for the views."""
 
 import dataclasses
+import gzip
 import json
 import math
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ EDGE_NAMES |= {"teacher_forced": "Teacher-forced", "free_running": "Free-running
 FIELDS = ("mechanism", "capture", "case", "output", "comparison", "backend", "status", "reason", "metrics", "allowed")
 FIELDS += ("headroom", "worst", "slices", "repro", "time_us")
 
+_GZIP = b"\x1f\x8b"
 _DECIDES = ("fail", "pass", "skipped", "not_run")
 
 type Result = dict[str, Any]
@@ -170,15 +173,18 @@ def write(report: Report, path: Path) -> None:
 
 
 def read(path: Path) -> Report:
-    """The report in a file.
+    """The report in a file, which may be packed by gzip.
 
     Raises:
         ReportError: the file is missing, no JSON, of another schema, or a result lacks a field.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except OSError as e:
-        raise ReportError(f"{path}: a report.json is required, and it cannot be read: {e.strerror}") from e
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+        report = json.loads(text, parse_constant=_no_constant)
+    except (OSError, EOFError, zlib.error) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ReportError(f"{path}: a report.json is required, and it cannot be read: {why}") from e
     except ValueError as e:
         raise ReportError(f"{path}: a report.json is required, and this is no strict JSON: {e}") from e
     found = report.get("schema") if isinstance(report, dict) else None

@@ -115,7 +115,7 @@ def test_tiles_cover_each_row_once(rows, rest, rng):
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-narrow": Config(rows=64, features=16, stages=2),
-    "split-cluster": Config(rows=64, features=64, stages=2, cluster=2),
+    "split-wide": Config(rows=64, features=128, stages=2),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-256-cluster": Config(rows=256, features=64, stages=2, cluster=2),
 }
@@ -137,11 +137,13 @@ def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, dtype, rng):
 @pytest.mark.parametrize(
     ("dtype", "N", "E", "expected"),
     [
-        (E4M3, 32768, 8, Config(rows=256, stages=4, cluster=2)),
-        (E4M3, 8192, 32, Config(rows=256, stages=4, cluster=2)),
+        (E4M3, 32768, 8, Config(rows=256, stages=4, cluster=2, width=16)),
+        (E4M3, 8192, 32, Config(rows=256, stages=4, cluster=2, width=16)),
         ("bfloat16", 32768, 8, Config(rows=256, stages=4, cluster=2)),
         (E4M3, 24576, 256, Config(rows=128, stages=6, cluster=2)),
-        (E4M3, 256, 32, Config(rows=64, features=64, stages=6)),
+        (E4M3, 256, 32, Config(rows=64, features=128, stages=3)),
+        ("bfloat16", 256, 32, Config(rows=64, features=64, stages=6)),
+        (E4M3, 1024, 32, Config(rows=64, features=64, stages=6)),
         (E4M3, 8, 1, Config(rows=64, features=32, stages=8)),
     ],
 )

@@ -111,6 +111,7 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
         for given, config in (
             (args, Config(rows=64, splits=2, stages=2)),
             (args, Config(rows=64, splits=1, stages=2)),
+            (args, Config(rows=64, splits=4, stages=2, apart=True)),
             (weights | {"residual": updated}, Config(rows=128, splits=1, stages=3)),
             (weights | {"residual": updated}, Config(rows=64, splits=4, stages=2)),
         ):

@@ -1,7 +1,9 @@
 """What weight-only products promise: the product with the dequantized weight, in every format."""
 
 import contextlib
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxattn.ops._weight_only_matmul_cases import _tiled, make_inputs
 from jaxattn.ops.weight_only_matmul import MECHANISM
 from jaxattn.quant import tiles, weights
 from pallas_kernels import _aot, _mosaic
+from pallas_kernels._decode import Code
 from pallas_kernels.weight_only_matmul import Config, configs, default_config
 from parity.twins import weight_only_matmul as twin
 
@@ -104,28 +107,35 @@ def test_tiles_refuse(rng):
 CONFIGS = {
     "own-features": Config(tokens=64, warpgroups=2, stages=2),
     "own-features-cluster": Config(tokens=16, warpgroups=2, stages=2, cluster=2),
-    "own-features-cluster-odd": Config(tokens=32, warpgroups=1, stages=2, cluster=4),
+    "own-features-cluster-odd": Config(tokens=32, warpgroups=1, stages=2, cluster=2),
     "split-2": Config(tokens=32, warpgroups=2, split=True, stages=3),
     "split-4-deep": Config(tokens=8, warpgroups=4, split=True, deep=2, stages=2),
     "split-1": Config(tokens=128, warpgroups=1, split=True, stages=2, width=1),
     "split-2-boxed": Config(tokens=32, warpgroups=2, split=True, stages=2, boxed=True),
     "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
-    "split-2-late": Config(tokens=32, warpgroups=2, split=True, deep=2, stages=2, late=True),
-    "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2, in_place=True, free=True),
-    "own-features-together-late": Config(tokens=64, warpgroups=1, stages=2, together=2, late=True, in_place=True),
+    "split-2-late": Config(tokens=16, warpgroups=2, split=True, deep=2, stages=2),
+    "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2),
+    "resident": Config(tokens=8, warpgroups=2, split=True, stages=2, resident=True),
+    "resident-together": Config(
+        tokens=8, warpgroups=2, split=True, deep=2, stages=2, together=2, resident=True, bulk=True
+    ),
+    "split-2-bulk": Config(tokens=32, warpgroups=2, split=True, stages=2, bulk=True),
+    "own-features-together-late": Config(tokens=8, warpgroups=1, stages=2, together=2),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
-    N, M = (24, 704) if CONFIGS[name].boxed else (21, 656)
-    dtype = "float16" if CONFIGS[name].in_place else "bfloat16"
+    config = CONFIGS[name]
+    N = 1 if config.resident else 24 if config.boxed else 21
+    M = 512 if config.bulk else 640 if config.resident else 704 if config.boxed else 656
+    dtype = "float16" if "together" in name else "bfloat16"
     args = make_inputs(rng, N, M, 256, "gptq", group=M, dtype=dtype)
     args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), dtype)
     args["x"] = jnp.asarray(rng.integers(-3, 4, args["x"].shape), dtype)
     with _mosaic.interpret():
-        got = weight_only_matmul(**args, implementation="mosaic", config=CONFIGS[name])
+        got = weight_only_matmul(**args, implementation="mosaic", config=config)
     np.testing.assert_array_equal(got, weight_only_matmul(**args, implementation="reference"))
 
 
@@ -170,9 +180,15 @@ def test_a_row_of_nan_spoils_no_other(rng):
         ({"tokens": 24}, "tokens must be 8, 16, 32, 64, 128 or 256, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"deep": 3}, "deep must be 1 or 2, got 3"),
-        ({"cluster": 3}, "cluster must be 1, 2 or 4, got 3"),
+        ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"boxed": True, "cluster": 2}, "boxed activations belong to one thread block, got cluster=2"),
+        (
+            {"tokens": 8, "resident": True},
+            "resident needs tokens=8 and split, not cluster or boxed, got tokens=8, split=False, cluster=1, "
+            "boxed=False",
+        ),
+        ({"tokens": 8, "bulk": True}, "bulk needs split, whose tiles are neighbours"),
         ({"width": 0}, "width must be at least 1, got 0"),
         ({"together": 0}, "together must be at least 1, got 0"),
     ],
@@ -190,14 +206,21 @@ def test_wrong_configurations(options, message):
             "4 warpgroups have registers for 64 activation rows, got tokens=128",
         ),
         (
-            Config(tokens=8, warpgroups=2, cluster=4),
-            "cluster=4 needs output features in multiples of 512, got 64",
+            Config(tokens=8, warpgroups=2, cluster=2),
+            "cluster=2 needs output features in multiples of 256, got 64",
         ),
-        (Config(tokens=8, in_place=True), "in_place needs 4-bit integers and float16, got u4 and bfloat16"),
-        (Config(tokens=8, late=True), "late needs one scale for 128 inputs, got 2 (stored as value)"),
         (
             Config(tokens=8, stages=2, boxed=True),
             "boxed needs input features in multiples of 64 and up to 8 rows or a multiple, got 256 and 12",
+        ),
+        (
+            Config(tokens=8, split=True, resident=True),
+            "resident needs one row of up to 32768 inputs, a multiple of 128, and 4-bit integers with one scale for "
+            "128, got 5 of 256, u4 and 2",
+        ),
+        (
+            Config(tokens=8, warpgroups=4, split=True, bulk=True),
+            "bulk needs tiles of 128 inputs in multiples of 4, got 2",
         ),
         (
             Config(tokens=256, stages=4),
@@ -223,11 +246,50 @@ def test_odd_rows_compile_where_thread_blocks_share_them():
     _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
 
 
+@pytest.mark.aot
+@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_row_that_stays_compiles(dtype):
+    args = _tiled("gptq", dtype, N=1, M=1024, F=128)
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in args.items() if name not in arrays}
+    config = Config(tokens=8, split=True, stages=2, resident=True, bulk=True, ahead=True)
+    args = static | {"implementation": "mosaic", "config": config}
+    _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **args), arrays)
+
+
 def test_every_default_configuration_fits():
     for N in (1, 9, 33, 65, 129):
         for bits in (4, 8):
-            sizes = {"N": N, "M": 2880, "F": 2880, "bits": bits}
+            sizes: dict[str, Any] = {"N": N, "M": 2880, "F": 2880, "bits": bits}
             assert default_config(**sizes) in list(configs(**sizes)), sizes
+
+
+CODES = {
+    "gptq": Code(kind="u4", dtype=jnp.dtype(jnp.float16), scale="value", zeros=True),
+    "mxfp4": Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16), scale="value", groups=4),
+    "int8": Code(kind="s8", dtype=jnp.dtype(jnp.bfloat16)),
+}
+FEW: dict[str, Any] = {"warpgroups": 4, "split": True, "deep": 2, "stages": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "N", "expected"),
+    [
+        ("gptq", 1, Config(tokens=8, **FEW, together=2)),
+        ("mxfp4", 1, Config(tokens=8, **FEW, boxed=True)),
+        ("int8", 1, dataclasses.replace(Config(tokens=8, **FEW), deep=1)),
+        ("gptq", 16, dataclasses.replace(Config(tokens=16, **FEW), stages=3, boxed=True)),
+        ("gptq", 64, Config(tokens=64, warpgroups=2, split=True, boxed=True)),
+        ("gptq", 128, Config(tokens=128, warpgroups=1, split=True, cluster=2, stages=5, together=4)),
+        ("int8", 128, Config(tokens=128, warpgroups=2, split=True, cluster=2, stages=2)),
+        ("gptq", 2048, Config(tokens=256, warpgroups=2, cluster=2, stages=3)),
+    ],
+)
+def test_default_configurations(kind, N, expected):
+    sizes: dict[str, Any] = {"N": N, "M": 8192, "F": 8192, "bits": 8 if kind == "int8" else 4}
+    assert default_config(**sizes, code=CODES[kind]) == expected
+    assert expected in list(configs(**sizes, code=CODES[kind]))
 
 
 def test_every_format_has_a_case():
