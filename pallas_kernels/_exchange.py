@@ -96,9 +96,9 @@ def publish(half, sums_ref: Any, squares_ref: Any, messages_ref: Any, rest: Sequ
             strides, _ = ir.MemRefType(kept.type).get_strides_and_offset()
             at = arith.addi(arith.muli(token, number(strides[0])), column)
             where = utils.getelementptr(utils.memref_ptr(kept), [at], f32)
-            _store_if(keeps, "v2.f32 [$1], {$2, $3}", where, [(found[0], "f"), (found[1], "f")])
+            keep(keeps, "v2.f32 [$1], {$2, $3}", where, [(found[0], "f"), (found[1], "f")])
             where = utils.getelementptr(utils.memref_ptr(total), [token], f32)
-            _store_if(second, "f32 [$1], $2", where, [(found[1], "f")])
+            keep(second, "f32 [$1], $2", where, [(found[1], "f")])
 
     plain = plgpu.RefType()
     inline: Any = plgpu.inline_mgpu(arg_types=(plain,) * (3 + len(rest)))
@@ -180,7 +180,7 @@ def take(messages_ref: Any, asked: jax.Array, layout: Any) -> list[jax.Array]:
                     sums[at] = arith.addf(sums[at], x)
         for distance in (4, 2, 1):
             sums = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in sums]
-        return tuple(_everywhere(x, layout.to_mgpu()) for x in sums)
+        return tuple(everywhere(x, layout.to_mgpu()) for x in sums)
 
     out = (plgpu.ShapeDtypeStruct((TOKENS,), jnp.float32, layout=layout),) * SENT
     given = plgpu.Layout.WG_STRIDED(asked.shape, 1)
@@ -206,7 +206,7 @@ def load_rows(ref: Any, rows: Sequence[int], layout: Any) -> list[jax.Array]:
         for i in rows:
             line = f"ld.global.f32 $0, [$1 + {4 * TOKENS * i}];"
             found += assembly([line], ["=f"], [(where, "l")], effects=True)
-        return tuple(_everywhere(x, layout.to_mgpu()) for x in found)
+        return tuple(everywhere(x, layout.to_mgpu()) for x in found)
 
     out = (plgpu.ShapeDtypeStruct((TOKENS,), jnp.float32, layout=layout),) * len(rows)
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
@@ -214,7 +214,7 @@ def load_rows(ref: Any, rows: Sequence[int], layout: Any) -> list[jax.Array]:
 
 
 # ---------------------------------------------------------------- instructions
-def _everywhere(x, layout):
+def everywhere(x, layout):
     """An array [16] of which each thread has one number."""
     registers = np.empty(layout.registers_shape((TOKENS,)), object)
     for i in np.ndindex(registers.shape):
@@ -280,7 +280,7 @@ def _store(predicate, pointer, numbers: list) -> None:
     assembly(lines, [], [_flag(predicate), _place(pointer), *((x, "f") for x in numbers)], effects=True)
 
 
-def _store_if(predicate, what: str, pointer, values: list) -> None:
+def keep(predicate, what: str, pointer, values: list) -> None:
     lines = [".reg .pred p;", "setp.ne.b32 p, $0, 0;", f"@p st.global.{what};"]
     assembly(lines, [], [_flag(predicate), _place(pointer), *values], effects=True)
 

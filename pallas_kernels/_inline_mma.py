@@ -113,12 +113,12 @@ def multiply(ref: Any, weights: jax.Array, outputs: int) -> tuple[jax.Array, jax
         del context
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         zero = arith.constant(f32, 0.0)
-        at, row = _matrices(ref)
+        place = _matrices(ref)
         found = iter([llvm.extractelement(x, utils.c(0, i32)) for x in weights.registers.flat])
         sums, squares = [zero] * (4 * tiles), [zero] * 2
         for span in range(_OWN):
             depth = range(SPAN // _DEPTH)
-            a = [_load_matrices(at, row, span, k) for k in depth]
+            a = [_load_matrices(*place, span, k) for k in depth]
             b = {index: next(found) for index in np.ndindex(SPAN // _DEPTH, tiles, 2, _TERMS)}
             for registers in a:
                 for i, register in enumerate(registers):
@@ -145,6 +145,36 @@ def multiply(ref: Any, weights: jax.Array, outputs: int) -> tuple[jax.Array, jax
     )
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span()), layout), return_type=out)
     return inline(emit)(ref, weights)
+
+
+def store(ref: Any, sums: jax.Array, squares: jax.Array) -> None:
+    """What `multiply` returns to plain float32 [64, O + 4] in shared memory, squares behind sums: one address."""
+    outputs, width = sums.shape[1], 4 * ref.shape[1]
+    if _mosaic.interpreting():
+        ref[:, :outputs] = sums
+        ref[:, outputs] = squares
+        return
+
+    def emit(context, ref, sums, squares):
+        del context
+        thread = utils.thread_idx()
+        row, pair = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0)), bits(thread, 0, 3, 3)
+        at = arith.addi(address(ref), arith.addi(arith.muli(row, utils.c(width, row.type)), pair))
+        numbers = _inline.registers(sums)
+        for i in range(0, len(numbers), 2):
+            line = f"st.shared.v2.f32 [$0+{8 * width * (i // 2 % 2) + 32 * (i // 4)}], {{$1, $2}};"
+            assembly([line], [], [(at, "r"), *((x, "f") for x in numbers[i : i + 2])], effects=True)
+        for i, x in enumerate(squares.registers.flat):
+            x = llvm.extractelement(x, utils.c(0, row.type))
+            lines = [
+                ".reg .pred p;",
+                "setp.eq.b32 p, $1, 0;",
+                f"@p st.shared.f32 [$0+{8 * width * i + 4 * outputs}], $2;",
+            ]
+            assembly(lines, [], [(at, "r"), (pair, "r"), (x, "f")], effects=True)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, ROW))
+    inline(emit)(ref, sums, squares)
 
 
 # ---------------------------------------------------------------- instructions
@@ -176,19 +206,23 @@ def address(ref):
 
 
 def _matrices(ref):
-    """Address of the lane's row in the warp's first span, and that row modulo 8."""
+    """Address of the lane's row in the warp's first span, that row modulo 8, and the half of the columns it loads."""
     i32 = ir.IntegerType.get_signless(32)
     thread = utils.thread_idx()
     row = bits(thread, 0, 15, 0)
     size = TOKENS * SPAN * 2
     warp = arith.muli(bits(thread, 5, 3, 0), utils.c(_OWN * size, i32))
-    return arith.addi(arith.addi(address(ref), warp), arith.shli(row, utils.c(7, i32))), bits(thread, 0, 7, 0)
+    return (
+        arith.addi(arith.addi(address(ref), warp), arith.shli(row, utils.c(7, i32))),
+        bits(thread, 0, 7, 0),
+        bits(thread, 4, 1, 0),
+    )
 
 
-def _load_matrices(at, row, span: int, k: int) -> list:
+def _load_matrices(at, row, half, span: int, k: int) -> list:
     """The first operand of 16 tokens and 16 columns."""
     i32 = ir.IntegerType.get_signless(32)
-    chunk = arith.addi(bits(utils.thread_idx(), 4, 1, 0), utils.c(2 * k, i32))
+    chunk = arith.addi(half, utils.c(2 * k, i32))
     chunk = arith.shli(arith.xori(chunk, row), utils.c(4, i32))
     at = arith.addi(arith.addi(at, chunk), utils.c(span * TOKENS * SPAN * 2, i32))
     line = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"

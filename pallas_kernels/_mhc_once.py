@@ -8,7 +8,9 @@ the next tile in their place. Several tiles are under way in a block, so that it
 messages. Where streams are updated first, the third warpgroup does that too, in shared memory, and stores them from
 there.
 
-All thread blocks must run at the same time: no more are launched than there are multiprocessors.
+All thread blocks must run at the same time: no more are launched than there are multiprocessors. That is not enough on
+a GPU that others use: two such launches on two streams could each hold some multiprocessors and wait for ever, until
+the patience of `_exchange` ends. So this is an option and no default; `_mhc_cluster` may be one.
 """
 
 import dataclasses

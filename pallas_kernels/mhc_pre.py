@@ -14,7 +14,8 @@ and stored. The streams before the update are read once, and nothing waits for a
 of a step in shared memory, so that loads, mixing and products wait for each other: `apart`, which launches `mhc_post`
 and `products` one after the other, is faster although it reads the new streams once more.
 
-With `once` the kernel of `_mhc_once` makes the layer's input in one pass, and `_finish_matrices` the rest.
+With `once` the kernel of `_mhc_once`, or that of `_mhc_cluster`, makes the layer's input in one pass, and
+`_finish_matrices` the rest.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mhc_once, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mhc_cluster, _mhc_once, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -57,6 +58,9 @@ class Config:
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split. With `once` streams
     are read once, as `_mhc_once` does it: `stages` tiles of 16 tokens in shared memory, rows and splits do not matter.
+    Its blocks wait for each other, and nothing makes them run at the same time on a GPU that others use, so it is no
+    default. With `cluster` as well they are clusters, which do run at the same time: `_mhc_cluster`, with `clusters` of
+    them or as many as surely find room.
     With `apart` streams are updated by the kernel of `mhc_post`, and the rest is as without an update.
     """
 
@@ -64,6 +68,8 @@ class Config:
     splits: int = 8
     stages: int = 4
     once: bool = False
+    cluster: bool = False
+    clusters: int | None = None
     apart: bool = False
 
     def __post_init__(self):
@@ -72,6 +78,10 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.cluster and not self.once:
+            raise ValueError("cluster=True needs once=True: only blocks that read streams once share tokens")
+        if self.clusters is not None and (self.clusters < 1 or not self.cluster):
+            raise ValueError(f"clusters must be at least 1 and needs cluster=True, got {self.clusters}")
 
 
 def why_not(*, residual, y, **_) -> str | None:
@@ -89,17 +99,28 @@ def why_not(*, residual, y, **_) -> str | None:
 def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
     updated = updated and not config.apart
     if config.once:
-        return _mhc_once.why_not(M, config.stages, updated) is None
+        return _why_not_once(config, M, updated) is None
     steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
     fits = not updated or all(getattr(config, name) == value for name, value in _UPDATED.items())
     return fits and not rest and steps >= config.stages
+
+
+def _why_not_once(config: Config, M: int, updated: bool) -> str | None:
+    return (_mhc_cluster if config.cluster else _mhc_once).why_not(M, config.stages, updated)
+
+
+def read_once(name: str, config: Config, *args: Any, **update: Any) -> tuple[jax.Array, ...]:
+    """`_mhc_once.launch`, or by clusters."""
+    if config.cluster:
+        return _mhc_cluster.launch(name, config.stages, *args, at_once=config.clusters, **update)
+    return _mhc_once.launch(name, config.stages, *args, **update)
 
 
 def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
     """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
     updated = updated and not config.apart
     if config.once:
-        why_not = _mhc_once.why_not(M, config.stages, updated)
+        why_not = _why_not_once(config, M, updated)
         if why_not is not None:
             raise ValueError(f"{op}: {why_not}")
     if not _legal(config, C, M, updated):
@@ -126,7 +147,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     _, C, M = residual.shape
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
     every = [c for c in every if c.stages * c.rows <= 512]
-    every += [Config(once=True, stages=n) for n in (3, 4, 5, 6)]
+    every += [Config(once=True, stages=n, cluster=cluster) for cluster in (False, True) for n in (3, 4, 5, 6)]
     every += [dataclasses.replace(c, apart=True) for c in every if y is not None]
     return [c for c in every if _legal(c, C, M, y is not None)]
 
@@ -147,9 +168,7 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     flat, numbers = residual.reshape(N, C * M), numbers | {"C": C}
     if config.once:
         given: Any = {} if y is None else {"update": (y, _by_coefficient(post, comb, N - N % -_mhc_once.TOKENS))}
-        x, *new, parts, squares = _mhc_once.launch(
-            "mhc_once", config.stages, flat, fn, scale, base, eps, rms_eps, **given
-        )
+        x, *new, parts, squares = read_once("mhc_once", config, flat, fn, scale, base, eps, rms_eps, **given)
         new = [streams.reshape(N, C, M) for streams in new]
         return x, *_finish_matrices(N, M, parts, squares, scale, base, **numbers), *new
     weights = split_weights(fn)
@@ -430,8 +449,7 @@ def _matrices(
 
     def divided(a, axis, smallest):
         """`a` over its sums along an axis."""
-        below = lax.broadcast_in_dim(jnp.sum(a, axis) + smallest, shape, [0, 3 - axis])
-        return _mosaic.divide(a, below, lanes)
+        return a * lax.broadcast_in_dim(_inverse(jnp.sum(a, axis) + smallest, lanes.reduce(axis)), shape, [0, 3 - axis])
 
     def matrices(block, parts_ref, squares_ref, scale_ref, base_ref, post_ref, comb_ref):
         at = pl.ds(block * tokens, tokens)
@@ -451,6 +469,19 @@ def _matrices(
         _mosaic.store(comb_ref.at[at], a)
 
     return gates, blocks, matrices
+
+
+def _inverse(x: jax.Array, layout: Any) -> jax.Array:
+    """`1 / x` within one unit in the last place, for x far from the ends of float32's range.
+
+    An exact division branches, so that those of a matrix follow each other; this is four instructions.
+    """
+
+    def fma(*args):
+        return _mosaic.pointwise("fma.rn.f32", lambda a, b, c: a * b + c, layout, *args)
+
+    first = _mosaic.pointwise("rcp.approx.ftz.f32", lambda x: 1 / x, layout, x)
+    return fma(first, fma(-x, first, jnp.full_like(x, 1.0)), first)
 
 
 def mixers(N: int, C: int, M: int, span: int) -> tuple[int, Callable[..., None]]:

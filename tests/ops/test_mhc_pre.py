@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,19 +124,21 @@ def test_the_kernel_shares_its_columns_in_any_way(rng):
 
 
 ONCE = {
-    # tokens, M, stages, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
-    "two-groups-of-two": (20, 512, 2, False, 4),
-    "updated": (53, 256, 3, True, 1),
+    # tokens, M, update first, multiprocessors: the last tile is cut, the updated ones go round the slots
+    "two-groups-of-two": (20, 512, False, 4, {"stages": 2}),
+    "updated": (53, 256, True, 1, {"stages": 3}),
+    "two-clusters-of-two": (69, 512, False, 4, {"stages": 2, "cluster": True, "clusters": 2}),
+    "updated-cluster": (53, 512, True, 2, {"stages": 2, "cluster": True}),
 }
 
 
-@pytest.mark.parametrize(("N", "M", "stages", "fused", "multiprocessors"), ONCE.values(), ids=ONCE)
-def test_streams_may_be_read_once(N, M, stages, fused, multiprocessors, rng, monkeypatch):
+@pytest.mark.parametrize(("N", "M", "fused", "multiprocessors", "how"), ONCE.values(), ids=ONCE)
+def test_streams_may_be_read_once(N, M, fused, multiprocessors, how, rng, monkeypatch):
     monkeypatch.setattr(_mosaic, "num_sms", lambda: multiprocessors)
     args = make_inputs(rng, N, M, fused=fused)
     weights = {name: args[name] for name in ("fn", "scale", "base")}
     with _mosaic.interpret():
-        x, post, comb, *streams = mhc_pre(**args, implementation="mosaic", config=Config(once=True, stages=stages))
+        x, post, comb, *streams = mhc_pre(**args, implementation="mosaic", config=Config(once=True, **how))
         updated = args["residual"]
         if fused:
             updated = mhc_post(*(args[n] for n in ("residual", "y", "post", "comb")), implementation="mosaic")
@@ -164,9 +167,13 @@ def test_a_token_read_once_is_not_its_neighbours(rng, monkeypatch):
 
 def build(name):
     """For the compiler: `mhc_pre` that reads streams once."""
-    M, fused = int(name.split("-")[0]), name.endswith("fused")
+    M, fused, cluster = int(name.split("-")[0]), name.endswith("fused"), "cluster" in name
     args = make_inputs(np.random.default_rng(0), 16, M, fused=fused)
-    config = Config(once=True, stages=5 if fused else 6)
+    args = {
+        n: jax.ShapeDtypeStruct((4096 if x.shape[0] == 16 else x.shape[0], *x.shape[1:]), x.dtype)
+        for n, x in args.items()
+    }
+    config = Config(once=True, stages=6 - fused - cluster, cluster=cluster)
     return lambda args: mhc_pre(**args, implementation="mosaic", config=config), (args,)
 
 
@@ -176,7 +183,8 @@ def test_reading_once_compiles_without_spills(monkeypatch):
     """Registers hold weights, so there are few to spare, and fewest for 28 senders of messages beside an update."""
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(Path(__file__).parent)]))
-    for record in _aot.compile_report("test_mhc_pre:build", ["7168", "7168-fused"]):
+    names = ["7168", "7168-fused", "4096-cluster", "4096-cluster-fused"]
+    for record in _aot.compile_report("test_mhc_pre:build", names):
         assert record.error is None, record.name
         assert (len(record.kernels), record.spill_bytes) == (2, 0), record.name
 
@@ -186,6 +194,25 @@ def test_too_few_multiprocessors_to_read_once(rng, monkeypatch):
     few = r"^mhc_pre: once=True needs M / 256 multiprocessors, got M=1024 and 3; take once=False\b"
     with _mosaic.interpret(), pytest.raises(ValueError, match=few):
         mhc_pre(**make_inputs(rng, 2, 1024), implementation="mosaic", config=Config(once=True))
+
+
+def test_what_clusters_cannot_do(rng, monkeypatch):
+    with pytest.raises(ValueError, match=r"^cluster=True needs once=True\b"):
+        Config(cluster=True)
+    for wrong in ({"clusters": 2}, {"clusters": 0, "once": True, "cluster": True}):
+        with pytest.raises(ValueError, match=r"^clusters must be at least 1 and needs cluster=True, got [02]$"):
+            Config(**wrong)
+    cases = (
+        (768, False, 2, r"cluster=True needs M to be one of 256, 512, 1024, 2048, 4096, got 768; take cluster=False"),
+        (512, False, 6, r"cluster=True needs 2 to 5 stages, got 6"),
+        (512, True, 5, r"cluster=True needs 2 to 4 stages where streams are updated first, got 5"),
+        (4096, False, 2, r"cluster=True needs M / 256 multiprocessors, got M=4096 and 15; take once=False"),
+    )
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 15)
+    for M, fused, stages, message in cases:
+        args, config = make_inputs(rng, 2, M, fused=fused), Config(once=True, cluster=True, stages=stages)
+        with _mosaic.interpret(), pytest.raises(ValueError, match=rf"^mhc_pre: {message}\b"):
+            mhc_pre(**args, implementation="mosaic", config=config)
 
 
 def test_wrong_configurations(rng):
