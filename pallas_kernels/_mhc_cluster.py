@@ -36,6 +36,8 @@ _AHEAD = 1
 """Tiles that are updated before the sums of one are sent."""
 _REGISTERS = {False: (208, 56, 40), True: (200, 48, 64)}
 """Of those that multiply, mix and add up; together those of four warpgroups at launch. True: streams are updated."""
+_WORTH = 8
+"""Tiles of a cluster."""
 _UNEVEN = 12
 """Multiprocessors that clusters of 8 leave over on an H100, 120 of 132 work: github.com/accel-sim/gpu-app-collection,
 pull request 87."""
@@ -46,6 +48,12 @@ f32, i32 = jnp.float32, jnp.int32
 def clusters(M: int) -> int:
     """Clusters that run at once, not counting on more: 7 of 16 blocks on 132 multiprocessors."""
     return max(1, (_mosaic.num_sms() - _UNEVEN) // (M // COLUMNS))
+
+
+def pays(N: int, M: int) -> bool:
+    """Whether clusters beat two passes: for the width that was timed, with enough tiles for a load of weights."""
+    timed, tiles = M // COLUMNS == _mail.MOST and _mosaic.num_sms() >= 132, N // TOKENS
+    return timed and tiles >= _WORTH * clusters(M)
 
 
 def why_not(M: int, stages: int, updated: bool) -> str | None:

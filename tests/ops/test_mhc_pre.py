@@ -12,7 +12,7 @@ import pytest
 from jaxattn import mhc_post, mhc_pre
 from jaxattn.ops.mhc_pre import make_inputs
 from pallas_kernels import _aot, _mosaic
-from pallas_kernels.mhc_pre import Config, split_weights
+from pallas_kernels.mhc_pre import Config, default_config, split_weights
 
 EPS = 1e-6
 
@@ -194,6 +194,20 @@ def test_too_few_multiprocessors_to_read_once(rng, monkeypatch):
     few = r"^mhc_pre: once=True needs M / 256 multiprocessors, got M=1024 and 3; take once=False\b"
     with _mosaic.interpret(), pytest.raises(ValueError, match=few):
         mhc_pre(**make_inputs(rng, 2, 1024), implementation="mosaic", config=Config(once=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_many_tokens_are_read_once(fused):
+    """By clusters, which may wait for each other; few tokens, other widths and small GPUs take two passes."""
+
+    def default(N, M):
+        y = jax.ShapeDtypeStruct((N, M), jnp.bfloat16) if fused else None
+        return default_config(residual=jax.ShapeDtypeStruct((N, 4, M), jnp.bfloat16), y=y)
+
+    for N, M in ((896, 4096), (4096, 4096)):
+        assert default(N, M) == Config(once=True, cluster=True, stages=4 if fused else 5)
+    for N, M in ((895, 4096), (4096, 7168), (4096, 2048)):
+        assert not default(N, M).once
 
 
 def test_what_clusters_cannot_do(rng, monkeypatch):
