@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
-from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
+from pallas_kernels._online_softmax import FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _span
 from pallas_kernels.attention import _tiles as tiles_of
@@ -47,10 +47,15 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
     """
     if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
-    if x.dynamic:
-        inputs = tiles_of.unmapped(inputs) | {"taken": jax.new_ref(jnp.zeros(1, i32))}
     if x.config.one_pass:
         inputs = _span.padded(x, inputs)
+    o, *lse = tiles_of.counted(functools.partial(_launch, return_lse=return_lse, name=name), x, inputs)
+    if not return_lse:
+        return o, None
+    return o, lse[0] if as_rows else _lse(x, lse[0], inputs["query_start"])
+
+
+def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> list[Any]:
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
@@ -64,7 +69,7 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
         given |= tiles_of.columns(given.get("segments"))
         _block(x, SimpleNamespace(**dict.fromkeys(OPTIONAL) | given | memory))
 
-    o, *lse = plgpu.kernel(
+    return plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=scratch(x),
@@ -78,9 +83,6 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
             reduction_scratch_bytes=0,  # row reductions stay within four lanes
         ),
     )(*inputs.values())
-    if not return_lse:
-        return o, None
-    return o, lse[0] if as_rows else _lse(x, lse[0], inputs["query_start"])
 
 
 def sink_rows(x: Plan, sinks):
@@ -175,8 +177,7 @@ def _produce(x: Plan, r: Any, number, counts):
 def _drain(x: Plan, r: Any, tiles, steps) -> None:
     """See every barrier that is left complete: the interpreter insists."""
     for n in range(x.config.q_stages):
-        kept = x.late_q and ((tiles - 1) & 1) == n  # no tile followed that would have given it back
-        pl.when((n < tiles) & jnp.logical_not(kept))(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
+        pl.when(n < tiles)(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
     for n in range(x.config.num_stages):
 
         @pl.when(n < steps)
@@ -366,8 +367,9 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         if c.consumers > 1:
             plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
 
-    def is_plain(start):
-        return (start >= t.plain_low) & (start <= t.plain_high)
+    def plain(start):
+        """Whether no row's range ends within the block from key `start` on: below, above."""
+        return start >= t.plain_low, start <= t.plain_high
 
     def maxima(s, m, start, plain):
         """Scores of the block from key `start` on as the softmax takes them, and what it subtracts: the rows' maxima,
@@ -375,10 +377,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        if c.edge_masks:
-            s = _masked(x, t, warpgroup, start, s)
-        else:
-            s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
+        s = _masked(x, t, warpgroup, start, plain, s)
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
@@ -413,7 +412,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         if x.interpreted or not x.overlap:
             values_there(before, early=False)
             o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
-            s, m_new = maxima(scores(at), m, start, is_plain(start))
+            s, m_new = maxima(scores(at), m, start, plain(start))
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
             plgpu.barrier_arrive(r.v_free.at[before])
@@ -424,11 +423,11 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         wait_turn()
         s, o = _products.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
         pass_turn()
-        plain = is_plain(start)  # read while the products run
+        whole = plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
         plgpu.barrier_arrive(r.k_free.at[at])
-        s, m_new = maxima(s, m, start, plain)
+        s, m_new = maxima(s, m, start, whole)
         values_there(at, early=True)
         plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
         o = lax.optimization_barrier(o)
@@ -441,9 +440,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
     start = t.start
     s = scores(first)
-    if x.late_q:
-        pl.when(t.steps > 0)(lambda: _give_q_back(x, r, t._at - 1))
-    s, m_new = maxima(s, m, start, is_plain(start))
+    s, m_new = maxima(s, m, start, plain(start))
     total, p = weights(s, m, m_new, total)
     m = m_new
     values_there(first, early=True)
@@ -463,29 +460,11 @@ def _following(x: Plan, warpgroup):
     return jnp.where(following == x.config.consumers, 0, following)
 
 
-def _give_q_back(x: Plan, r: Any, tile) -> None:
-    """The next q may come where the output of a tile, counted or as it was told of, has left shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(r.q_free.at[stage_of(x, tile)])
+def _masked(x: Plan, t: Any, warpgroup, start, plain, s):
+    """Scores of the block from key `start` on, -inf where a row does not see the key.
 
-
-def _visible(x: Plan, t: Any, warpgroup, start):
-    """Pairs of a warpgroup's rows and the keys from `start` on that attend."""
-    shape = ROWS, x.config.block_kv
-    row = plgpu.broadcasted_iota(i32, shape, 0, layout=ACC)
-    token = lax.rem(row, i32(x.block_q)) if x.block_q < ROWS else row
-    query = token + (t.position + lax.rem(warpgroup * ROWS, i32(x.block_q)))
-    key = start + plgpu.broadcasted_iota(i32, shape, 1, layout=ACC)
-    visible = key <= query if x.causal else key < t.length
-    if x.window is not None:
-        visible &= key > query - x.window
-        if not x.causal:
-            visible &= key < query + x.window
-    return visible
-
-
-def _masked(x: Plan, t: Any, warpgroup, start, s):
-    """Scores of the block from key `start` on, -inf where `_visible` says no; most masked blocks have one edge."""
+    Each end of the visible range by itself: most blocks have one at most.
+    """
 
     def query(ahead):
         row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
@@ -503,8 +482,8 @@ def _masked(x: Plan, t: Any, warpgroup, start, s):
 
     if x.window is not None:
         window = x.window
-        s = edge(start >= t.plain_low, lambda: query(1 - window), above=False)
-    return edge(start <= t.plain_high, last, above=True)
+        s = edge(plain[0], lambda: query(1 - window), above=False)
+    return edge(plain[1], last, above=True)
 
 
 def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
@@ -565,5 +544,6 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     if x.config.o_turns:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(r.o_turn.at[_following(x, warpgroup)])
-    if x.config.share_o and not x.late_q:
-        _give_q_back(x, r, t._at)
+    if x.config.share_o:  # the next q may come where this output has left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(r.q_free.at[0])
