@@ -360,11 +360,11 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
     def wait_turn():
-        if c.consumers > 1:
+        if r.turn is not None:
             plgpu.barrier_wait(r.turn.at[warpgroup])
 
     def pass_turn():
-        if c.consumers > 1:
+        if r.turn is not None:
             plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
 
     def plain(start):
@@ -381,9 +381,12 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
+    def powers(s, m):
+        return jnp.exp2(s * sharp - softmax.across(m, s))
+
     def weights(s, m, m_new, total):
         """Sums, and P."""
-        p = jnp.exp2(s * sharp - softmax.across(m_new, s))
+        p = powers(s, m_new)
         alpha = softmax.across(jnp.exp2(m - m_new), total)
         return total * alpha + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
 
@@ -428,13 +431,19 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         s = lax.optimization_barrier(s)
         plgpu.barrier_arrive(r.k_free.at[at])
         s, m_new = maxima(s, m, start, whole)
+        early, late = lanes.split(s, c.exps_first)
+        ps = [lax.optimization_barrier(powers(s, m_new)) for s in early]
+        sums = [lax.optimization_barrier(lanes.folded(p, jnp.sum, x.interpreted)) for p in ps]
         values_there(at, early=True)
-        plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
+        plgpu.wgmma_wait(0)  # before the other exponentials: P is then packed, and o rescaled, beside them
         o = lax.optimization_barrier(o)
         plgpu.barrier_arrive(r.v_free.at[before])
-        o = lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted)
-        total, p = weights(s, m, m_new, total)
-        return m_new, total, o, p, at, start
+        alpha = jnp.exp2(m - m_new)
+        o = lanes.rescaled(o, alpha, x.interpreted)
+        ps += [powers(s, m_new) for s in late]
+        sums += [lanes.folded(p, jnp.sum, x.interpreted) for p in ps[len(sums) :]]
+        total = sum(sums, total * softmax.across(alpha, total))
+        return m_new, total, o, lanes.joined([p.astype(x.dtype) for p in ps]), at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))

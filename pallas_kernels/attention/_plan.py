@@ -53,6 +53,11 @@ class Config:
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
     one_pass: bool = False
     """Causal windows that fit one block: no loop over keys, see `_span`; `block_kv` means nothing then."""
+    take_turns: bool = True
+    """Consumers take turns at the tensor core."""
+    exps_first: int = 0
+    """Keys of a step, a multiple of 16, whose exponentials are taken before the wait for the last step's P V; of the
+    others P is packed at once. Interpreted, and where nothing overlaps, all follow it."""
     slack: int = 8
     """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
     running maximum."""
@@ -72,6 +77,8 @@ class Config:
             raise ValueError("o_turns=True is for several consumers without share_o; use False")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
+        if self.exps_first not in range(0, self.block_kv + 1, 16):
+            raise ValueError(f"exps_first must be a multiple of 16 up to {self.block_kv=}, got {self.exps_first}")
         if not 0 <= self.slack <= 8:
             raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
         rows = ROWS * self.consumers
@@ -251,7 +258,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
     if c.dynamic:
         out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
-    if c.consumers > 1:
+    if c.consumers > 1 and c.take_turns:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
     if c.o_turns:
         out["o_turn"] = plgpu.Barrier(num_barriers=c.consumers)
