@@ -42,7 +42,7 @@ f32, i32 = jnp.float32, jnp.int32
 def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_rows: bool = False) -> tuple[Any, Any]:
     """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_tiles.locate`.
 
-    With `as_rows` lse [slots, chunks, consumers, ROWS] as the tiles' rows have it, see `_lse`. `segments`, int32
+    With `as_rows` lse [slots, chunks, warpgroups, ROWS] as the tiles' rows have it, see `_lse`. `segments`, int32
     [B + 2, 5], may stand for the other tables: its columns are `_tiles.SEGMENTS`.
     """
     if x.dense and "segments" not in inputs:
@@ -58,7 +58,7 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
 def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> list[Any]:
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
+        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.warpgroups, ROWS), f32)
 
     def body(*refs, **memory):
         given = dict(zip((*inputs, *outputs), refs, strict=True))
@@ -75,6 +75,7 @@ def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> 
         scratch_types=scratch(x),
         grid=(x.grid,),
         grid_names=("cta",),
+        **({"cluster": (2,), "cluster_names": ("member",)} if x.config.pair else {}),
         num_threads=x.config.consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -86,16 +87,16 @@ def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> 
 
 
 def sink_rows(x: Plan, sinks):
-    """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, consumers, ROWS]."""
-    row = jnp.arange(ROWS * x.config.consumers)
+    """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, warpgroups, ROWS]."""
+    row = jnp.arange(ROWS * x.config.warpgroups)
     head = row % x.config.block_g if x.config.one_pass else row // x.block_q
     sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
-    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.consumers, ROWS)
+    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.warpgroups, ROWS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _lse(x: Plan, rows, query_start):
-    """Log-sum-exp [N, H] from those of the rows of all tiles [slots, chunks, consumers, ROWS]."""
+    """Log-sum-exp [N, H] from those of the rows of all tiles [slots, chunks, warpgroups, ROWS]."""
     token, head = jnp.arange(x.N)[:, None], jnp.arange(x.H)[None]
     start = jnp.clip(query_start, 0, x.N)
     b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
@@ -132,7 +133,7 @@ def _block(x: Plan, r: Any) -> None:
         at = tiles & (TOLD - 1)
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
-        if x.interpreted:
+        if x.interpreted or x.config.pair:  # no thread block of a pair may leave while the other still signals to it
             (_span.drain if x.config.one_pass else _drain)(x, r, tiles, steps)
 
     @pl.when(warpgroup < consumers)
@@ -190,6 +191,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
     block_kv, num_stages = x.config.block_kv, x.config.num_stages
 
+    share: Any = {"collective_axes": "member"} if x.config.pair else {}
     row, skipped = (None, None) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
 
     def pages(i):
@@ -228,7 +230,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             kv_head, _ = split(t.chunk, x.chunks // x.K)
             part = source.at[*place, kv_head, pl.ds(piece * PIECE, PIECE)]
             rows = pl.ds(pl.multiple_of(copy * size, size), size)
-            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full, **share)
 
     def fetch_pages(source, ring, full, i, start, size):
         assert x.page is not None
@@ -286,8 +288,8 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
 
         @pl.when(dirty)
         def _():
-            fetch(r.v, r.v_rows.at[at], r.raw_bar, i)
-            plgpu.barrier_wait(r.raw_bar)
+            fetch(r.v, r.v_rows.at[at], r.raw_bar.at[at], i)
+            plgpu.barrier_wait(r.raw_bar.at[at])
             clean(x, r.v_tile.at[at], t.low - start, t.high - start)
 
             @pl.loop(0, x.copies * (x.Dv // PIECE))
@@ -323,7 +325,7 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
         place, piece = split(n, pieces)
         consumer, part = split(place, parts)
         row = pl.multiple_of(part * x.piece_q, x.piece_q)
-        token = consumer * ROWS + row
+        token = _of_tile(x, consumer) * ROWS + row
         head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
         first_row = lax.rem(t.token0, i32(x.q_rows)) if x.q_rows < x.N else t.token0
         tokens = pl.ds(first_row + lax.rem(token, i32(x.block_q)), x.piece_q)
@@ -345,6 +347,18 @@ def _consume(x: Plan, r: Any, warpgroup, at):
         return (at + 1) & (TOLD - 1)
 
     return lax.cond(t.blocks > 0, tile, lambda: i32(-1))
+
+
+def _of_tile(x: Plan, warpgroup):
+    """Number of a consumer among those of the tile."""
+    return lax.axis_index("member") * x.config.consumers + warpgroup if x.config.pair else warpgroup
+
+
+def _release(x: Plan, barrier) -> None:
+    """Say that keys or values are read; of a pair's barrier only some threads tell, so that all must be done."""
+    if x.config.pair:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
 
 
 def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
@@ -377,7 +391,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        s = _masked(x, t, warpgroup, start, plain, s)
+        s = _masked(x, t, _of_tile(x, warpgroup), start, plain, s)
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
@@ -402,7 +416,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             return acc[...]
 
         s = pl.run_scoped(product, _mosaic.ACC((ROWS, c.block_kv), f32))
-        plgpu.barrier_arrive(r.k_free.at[at])
+        _release(x, r.k_free.at[at])
         return s
 
     def values_there(at, *, early):
@@ -418,7 +432,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             s, m_new = maxima(scores(at), m, start, plain(start))
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
-            plgpu.barrier_arrive(r.v_free.at[before])
+            _release(x, r.v_free.at[before])
             return m_new, total, lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted), p, at, start
 
         plgpu.barrier_wait(r.k_bar.at[at])
@@ -429,7 +443,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         whole = plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
-        plgpu.barrier_arrive(r.k_free.at[at])
+        _release(x, r.k_free.at[at])
         s, m_new = maxima(s, m, start, whole)
         early, late = lanes.split(s, c.exps_first)
         ps = [lax.optimization_barrier(powers(s, m_new)) for s in early]
@@ -437,7 +451,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         values_there(at, early=True)
         plgpu.wgmma_wait(0)  # before the other exponentials: P is then packed, and o rescaled, beside them
         o = lax.optimization_barrier(o)
-        plgpu.barrier_arrive(r.v_free.at[before])
+        _release(x, r.v_free.at[before])
         alpha = jnp.exp2(m - m_new)
         o = lanes.rescaled(o, alpha, x.interpreted)
         ps += [powers(s, m_new) for s in late]
@@ -459,7 +473,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_arrive(r.q_free.at[stage_of(x, t._at)])
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
-    plgpu.barrier_arrive(r.v_free.at[last])
+    _release(x, r.v_free.at[last])
     _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)), mine)
 
 
@@ -519,7 +533,8 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     """
     warpgroup = warpgroup + t.zero
     place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
-    state = closed(r, t, warpgroup, state)
+    of_tile = _of_tile(x, warpgroup)
+    state = closed(r, t, of_tile, state)
     if x.config.o_turns:
         plgpu.barrier_wait(r.o_turn.at[warpgroup])
     else:
@@ -538,7 +553,7 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     @pl.loop(0, ROWS // x.piece_q)
     def _(n):
         row = n * x.piece_q
-        head, token = t.chunk, warpgroup * ROWS + row
+        head, token = t.chunk, of_tile * ROWS + row
         if x.config.block_g > 1:
             head = head * x.config.block_g + lax.div(token, i32(x.block_q))
             token = lax.rem(token, i32(x.block_q))

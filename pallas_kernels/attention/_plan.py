@@ -51,6 +51,8 @@ class Config:
     """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
+    pair: bool = False
+    """Two thread blocks take a tile of twice the rows, and each fetches half of the keys and values for both."""
     one_pass: bool = False
     """Causal windows that fit one block: no loop over keys, see `_span`; `block_kv` means nothing then."""
     take_turns: bool = True
@@ -78,10 +80,14 @@ class Config:
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
         if self.exps_first not in range(0, self.block_kv + 1, 16):
-            raise ValueError(f"exps_first must be a multiple of 16 up to {self.block_kv=}, got {self.exps_first}")
+            raise ValueError(
+                f"exps_first must be a multiple of 16, at most block_kv={self.block_kv}, got {self.exps_first}"
+            )
         if not 0 <= self.slack <= 8:
             raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
-        rows = ROWS * self.consumers
+        if self.pair and (self.one_pass or self.dynamic):
+            raise ValueError("pair=True is not for one_pass or dynamic; use False")
+        rows = ROWS * self.warpgroups
         if self.one_pass:
             if self.block_g not in (1, 2, 4, 8):
                 raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
@@ -95,9 +101,14 @@ class Config:
             )
 
     @property
+    def warpgroups(self) -> int:
+        """Consumers of a tile."""
+        return self.consumers * (2 if self.pair else 1)
+
+    @property
     def block_q(self) -> int:
         """Tokens of a tile."""
-        return ROWS * self.consumers // self.block_g
+        return ROWS * self.warpgroups // self.block_g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,8 +217,14 @@ class Plan:
         return self.config.dynamic and not self.interpreted
 
     @property
+    def members(self) -> int:
+        """Thread blocks of a tile."""
+        return 2 if self.config.pair else 1
+
+    @property
     def grid(self) -> int:
-        return min(self.num_sms, self.slots * self.chunks)
+        """Thread blocks, or pairs of them."""
+        return min(self.num_sms // self.members, self.slots * self.chunks)
 
 
 # ---------------------------------------------------------------- scratch memory
@@ -242,7 +259,8 @@ def scratch(x: Plan) -> dict[str, Any]:
         span = 128 if c.block_kv % 64 == 0 else 32
         p_tile = _mosaic.swizzled(span, bytes_per_value=2)
         out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), p_tile)
-    released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
+    free = {"num_arrivals": c.consumers, "num_barriers": c.num_stages}
+    released = plgpu.ClusterBarrier(collective_axes=("member",), **free) if c.pair else plgpu.Barrier(**free)
     out |= {
         "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
         "told": plgpu.Barrier(num_barriers=TOLD),
@@ -250,7 +268,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         "q_free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.q_stages),
         "k_bar": plgpu.Barrier(num_arrivals=x.copies * (x.D // PIECE), num_barriers=c.num_stages),
         "v_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE), num_barriers=c.num_stages),
-        "raw_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE)),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE), num_barriers=c.num_stages),
         "k_free": released,
         "v_free": released,
     }
