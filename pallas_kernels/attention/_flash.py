@@ -357,7 +357,7 @@ def _of_tile(x: Plan, warpgroup):
 def _release(x: Plan, barrier) -> None:
     """Say that keys or values are read; of a pair's barrier only some threads tell, so that all must be done."""
     if x.config.pair:
-        plgpu.commit_smem()
+        tiles_of.meet(x.interpreted)
     plgpu.barrier_arrive(barrier)
 
 

@@ -259,7 +259,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         span = 128 if c.block_kv % 64 == 0 else 32
         p_tile = _mosaic.swizzled(span, bytes_per_value=2)
         out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), p_tile)
-    free = {"num_arrivals": c.consumers, "num_barriers": c.num_stages}
+    free: dict[str, Any] = {"num_arrivals": c.consumers, "num_barriers": c.num_stages}
     released = plgpu.ClusterBarrier(collective_axes=("member",), **free) if c.pair else plgpu.Barrier(**free)
     out |= {
         "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
