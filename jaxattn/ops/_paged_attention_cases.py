@@ -144,6 +144,17 @@ CASES = (
         page=64,
         sinks=True,
     ),
+    _case(
+        "prefill-window128",
+        (900, 63),
+        (900, 1063),
+        "full",
+        H=16,
+        K=2,
+        window=128,
+        sinks=True,
+        return_lse=True,
+    ),
     _case("fp32-long", (1, 64), (3000, 1111), "full", dtype="float32", D=128, page=64, return_lse=True),
     _case("D256-long", (1, 65), (2000, 300), "full", H=8, K=2, D=256, page=64, return_lse=True),
 )

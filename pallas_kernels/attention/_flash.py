@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic, _products
 from pallas_kernels import _online_softmax as softmax
-from pallas_kernels._online_softmax import ACC, FLOOR, LOG2E, ROW
+from pallas_kernels._online_softmax import FLOOR, LOG2E, ROW
 from pallas_kernels.attention import _lanes as lanes
 from pallas_kernels.attention import _span
 from pallas_kernels.attention import _tiles as tiles_of
@@ -42,18 +42,23 @@ f32, i32 = jnp.float32, jnp.int32
 def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_rows: bool = False) -> tuple[Any, Any]:
     """O [N, H, Dv] and, if asked for, lse [N, H], from references named as in `_tiles.locate`.
 
-    With `as_rows` lse [slots, chunks, consumers, ROWS] as the tiles' rows have it, see `_lse`. `segments`, int32
+    With `as_rows` lse [slots, chunks, warpgroups, ROWS] as the tiles' rows have it, see `_lse`. `segments`, int32
     [B + 2, 5], may stand for the other tables: its columns are `_tiles.SEGMENTS`.
     """
     if x.dense and "segments" not in inputs:
         inputs = inputs | {"first_tile": tiles_of.first_tiles(x, inputs["query_start"])}
-    if x.dynamic:
-        inputs = tiles_of.unmapped(inputs) | {"taken": jax.new_ref(jnp.zeros(1, i32))}
     if x.config.one_pass:
         inputs = _span.padded(x, inputs)
+    o, *lse = tiles_of.counted(functools.partial(_launch, return_lse=return_lse, name=name), x, inputs)
+    if not return_lse:
+        return o, None
+    return o, lse[0] if as_rows else _lse(x, lse[0], inputs["query_start"])
+
+
+def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> list[Any]:
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
+        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.warpgroups, ROWS), f32)
 
     def body(*refs, **memory):
         given = dict(zip((*inputs, *outputs), refs, strict=True))
@@ -64,12 +69,13 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
         given |= tiles_of.columns(given.get("segments"))
         _block(x, SimpleNamespace(**dict.fromkeys(OPTIONAL) | given | memory))
 
-    o, *lse = plgpu.kernel(
+    return plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=scratch(x),
         grid=(x.grid,),
         grid_names=("cta",),
+        **({"cluster": (2,), "cluster_names": ("member",)} if x.config.pair else {}),
         num_threads=x.config.consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -78,22 +84,19 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
             reduction_scratch_bytes=0,  # row reductions stay within four lanes
         ),
     )(*inputs.values())
-    if not return_lse:
-        return o, None
-    return o, lse[0] if as_rows else _lse(x, lse[0], inputs["query_start"])
 
 
 def sink_rows(x: Plan, sinks):
-    """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, consumers, ROWS]."""
-    row = jnp.arange(ROWS * x.config.consumers)
+    """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, warpgroups, ROWS]."""
+    row = jnp.arange(ROWS * x.config.warpgroups)
     head = row % x.config.block_g if x.config.one_pass else row // x.block_q
     sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
-    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.consumers, ROWS)
+    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.warpgroups, ROWS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _lse(x: Plan, rows, query_start):
-    """Log-sum-exp [N, H] from those of the rows of all tiles [slots, chunks, consumers, ROWS]."""
+    """Log-sum-exp [N, H] from those of the rows of all tiles [slots, chunks, warpgroups, ROWS]."""
     token, head = jnp.arange(x.N)[:, None], jnp.arange(x.H)[None]
     start = jnp.clip(query_start, 0, x.N)
     b = jnp.searchsorted(start[1:], token, side="right", method="compare_all")
@@ -130,7 +133,7 @@ def _block(x: Plan, r: Any) -> None:
         at = tiles & (TOLD - 1)
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
-        if x.interpreted:
+        if x.interpreted or x.config.pair:  # no thread block of a pair may leave while the other still signals to it
             (_span.drain if x.config.one_pass else _drain)(x, r, tiles, steps)
 
     @pl.when(warpgroup < consumers)
@@ -175,8 +178,7 @@ def _produce(x: Plan, r: Any, number, counts):
 def _drain(x: Plan, r: Any, tiles, steps) -> None:
     """See every barrier that is left complete: the interpreter insists."""
     for n in range(x.config.q_stages):
-        kept = x.late_q and ((tiles - 1) & 1) == n  # no tile followed that would have given it back
-        pl.when((n < tiles) & jnp.logical_not(kept))(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
+        pl.when(n < tiles)(lambda n=n: plgpu.barrier_wait(r.q_free.at[n]))
     for n in range(x.config.num_stages):
 
         @pl.when(n < steps)
@@ -189,6 +191,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
     block_kv, num_stages = x.config.block_kv, x.config.num_stages
 
+    share: Any = {"collective_axes": "member"} if x.config.pair else {}
     row, skipped = (None, None) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
 
     def pages(i):
@@ -227,7 +230,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             kv_head, _ = split(t.chunk, x.chunks // x.K)
             part = source.at[*place, kv_head, pl.ds(piece * PIECE, PIECE)]
             rows = pl.ds(pl.multiple_of(copy * size, size), size)
-            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
+            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full, **share)
 
     def fetch_pages(source, ring, full, i, start, size):
         assert x.page is not None
@@ -285,8 +288,8 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
 
         @pl.when(dirty)
         def _():
-            fetch(r.v, r.v_rows.at[at], r.raw_bar, i)
-            plgpu.barrier_wait(r.raw_bar)
+            fetch(r.v, r.v_rows.at[at], r.raw_bar.at[at], i)
+            plgpu.barrier_wait(r.raw_bar.at[at])
             clean(x, r.v_tile.at[at], t.low - start, t.high - start)
 
             @pl.loop(0, x.copies * (x.Dv // PIECE))
@@ -322,7 +325,7 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
         place, piece = split(n, pieces)
         consumer, part = split(place, parts)
         row = pl.multiple_of(part * x.piece_q, x.piece_q)
-        token = consumer * ROWS + row
+        token = _of_tile(x, consumer) * ROWS + row
         head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
         first_row = lax.rem(t.token0, i32(x.q_rows)) if x.q_rows < x.N else t.token0
         tokens = pl.ds(first_row + lax.rem(token, i32(x.block_q)), x.piece_q)
@@ -346,6 +349,18 @@ def _consume(x: Plan, r: Any, warpgroup, at):
     return lax.cond(t.blocks > 0, tile, lambda: i32(-1))
 
 
+def _of_tile(x: Plan, warpgroup):
+    """Number of a consumer among those of the tile."""
+    return lax.axis_index("member") * x.config.consumers + warpgroup if x.config.pair else warpgroup
+
+
+def _release(x: Plan, barrier) -> None:
+    """Say that keys or values are read; of a pair's barrier only some threads tell, so that all must be done."""
+    if x.config.pair:
+        tiles_of.meet(x.interpreted)
+    plgpu.barrier_arrive(barrier)
+
+
 def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     c = x.config
     mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
@@ -359,15 +374,16 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
     def wait_turn():
-        if c.consumers > 1:
+        if r.turn is not None:
             plgpu.barrier_wait(r.turn.at[warpgroup])
 
     def pass_turn():
-        if c.consumers > 1:
+        if r.turn is not None:
             plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
 
-    def is_plain(start):
-        return (start >= t.plain_low) & (start <= t.plain_high)
+    def plain(start):
+        """Whether no row's range ends within the block from key `start` on: below, above."""
+        return start >= t.plain_low, start <= t.plain_high
 
     def maxima(s, m, start, plain):
         """Scores of the block from key `start` on as the softmax takes them, and what it subtracts: the rows' maxima,
@@ -375,16 +391,16 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        if c.edge_masks:
-            s = _masked(x, t, warpgroup, start, s)
-        else:
-            s = lax.cond(plain, lambda s: s, lambda s: jnp.where(_visible(x, t, warpgroup, start), s, -jnp.inf), s)
+        s = _masked(x, t, _of_tile(x, warpgroup), start, plain, s)
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
+    def powers(s, m):
+        return jnp.exp2(s * sharp - softmax.across(m, s))
+
     def weights(s, m, m_new, total):
         """Sums, and P."""
-        p = jnp.exp2(s * sharp - softmax.across(m_new, s))
+        p = powers(s, m_new)
         alpha = softmax.across(jnp.exp2(m - m_new), total)
         return total * alpha + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
 
@@ -400,7 +416,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             return acc[...]
 
         s = pl.run_scoped(product, _mosaic.ACC((ROWS, c.block_kv), f32))
-        plgpu.barrier_arrive(r.k_free.at[at])
+        _release(x, r.k_free.at[at])
         return s
 
     def values_there(at, *, early):
@@ -413,10 +429,10 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         if x.interpreted or not x.overlap:
             values_there(before, early=False)
             o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[before])
-            s, m_new = maxima(scores(at), m, start, is_plain(start))
+            s, m_new = maxima(scores(at), m, start, plain(start))
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
-            plgpu.barrier_arrive(r.v_free.at[before])
+            _release(x, r.v_free.at[before])
             return m_new, total, lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted), p, at, start
 
         plgpu.barrier_wait(r.k_bar.at[at])
@@ -424,26 +440,30 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         wait_turn()
         s, o = _products.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
         pass_turn()
-        plain = is_plain(start)  # read while the products run
+        whole = plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
-        plgpu.barrier_arrive(r.k_free.at[at])
-        s, m_new = maxima(s, m, start, plain)
+        _release(x, r.k_free.at[at])
+        s, m_new = maxima(s, m, start, whole)
+        early, late = lanes.split(s, c.exps_first)
+        ps = [lax.optimization_barrier(powers(s, m_new)) for s in early]
+        sums = [lax.optimization_barrier(lanes.folded(p, jnp.sum, x.interpreted)) for p in ps]
         values_there(at, early=True)
-        plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
+        plgpu.wgmma_wait(0)  # before the other exponentials: P is then packed, and o rescaled, beside them
         o = lax.optimization_barrier(o)
-        plgpu.barrier_arrive(r.v_free.at[before])
-        o = lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted)
-        total, p = weights(s, m, m_new, total)
-        return m_new, total, o, p, at, start
+        _release(x, r.v_free.at[before])
+        alpha = jnp.exp2(m - m_new)
+        o = lanes.rescaled(o, alpha, x.interpreted)
+        ps += [powers(s, m_new) for s in late]
+        sums += [lanes.folded(p, jnp.sum, x.interpreted) for p in ps[len(sums) :]]
+        total = sum(sums, total * softmax.across(alpha, total))
+        return m_new, total, o, lanes.joined([p.astype(x.dtype) for p in ps]), at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
     start = t.start
     s = scores(first)
-    if x.late_q:
-        pl.when(t.steps > 0)(lambda: _give_q_back(x, r, t._at - 1))
-    s, m_new = maxima(s, m, start, is_plain(start))
+    s, m_new = maxima(s, m, start, plain(start))
     total, p = weights(s, m, m_new, total)
     m = m_new
     values_there(first, early=True)
@@ -453,7 +473,7 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_arrive(r.q_free.at[stage_of(x, t._at)])
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
-    plgpu.barrier_arrive(r.v_free.at[last])
+    _release(x, r.v_free.at[last])
     _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)), mine)
 
 
@@ -463,29 +483,11 @@ def _following(x: Plan, warpgroup):
     return jnp.where(following == x.config.consumers, 0, following)
 
 
-def _give_q_back(x: Plan, r: Any, tile) -> None:
-    """The next q may come where the output of a tile, counted or as it was told of, has left shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(r.q_free.at[stage_of(x, tile)])
+def _masked(x: Plan, t: Any, warpgroup, start, plain, s):
+    """Scores of the block from key `start` on, -inf where a row does not see the key.
 
-
-def _visible(x: Plan, t: Any, warpgroup, start):
-    """Pairs of a warpgroup's rows and the keys from `start` on that attend."""
-    shape = ROWS, x.config.block_kv
-    row = plgpu.broadcasted_iota(i32, shape, 0, layout=ACC)
-    token = lax.rem(row, i32(x.block_q)) if x.block_q < ROWS else row
-    query = token + (t.position + lax.rem(warpgroup * ROWS, i32(x.block_q)))
-    key = start + plgpu.broadcasted_iota(i32, shape, 1, layout=ACC)
-    visible = key <= query if x.causal else key < t.length
-    if x.window is not None:
-        visible &= key > query - x.window
-        if not x.causal:
-            visible &= key < query + x.window
-    return visible
-
-
-def _masked(x: Plan, t: Any, warpgroup, start, s):
-    """Scores of the block from key `start` on, -inf where `_visible` says no; most masked blocks have one edge."""
+    Each end of the visible range by itself: most blocks have one at most.
+    """
 
     def query(ahead):
         row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
@@ -503,8 +505,8 @@ def _masked(x: Plan, t: Any, warpgroup, start, s):
 
     if x.window is not None:
         window = x.window
-        s = edge(start >= t.plain_low, lambda: query(1 - window), above=False)
-    return edge(start <= t.plain_high, last, above=True)
+        s = edge(plain[0], lambda: query(1 - window), above=False)
+    return edge(plain[1], last, above=True)
 
 
 def _add_product(x: Plan, r: Any, warpgroup, o, p, v):
@@ -531,7 +533,8 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     """
     warpgroup = warpgroup + t.zero
     place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
-    state = closed(r, t, warpgroup, state)
+    of_tile = _of_tile(x, warpgroup)
+    state = closed(r, t, of_tile, state)
     if x.config.o_turns:
         plgpu.barrier_wait(r.o_turn.at[warpgroup])
     else:
@@ -550,7 +553,7 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     @pl.loop(0, ROWS // x.piece_q)
     def _(n):
         row = n * x.piece_q
-        head, token = t.chunk, warpgroup * ROWS + row
+        head, token = t.chunk, of_tile * ROWS + row
         if x.config.block_g > 1:
             head = head * x.config.block_g + lax.div(token, i32(x.block_q))
             token = lax.rem(token, i32(x.block_q))
@@ -565,5 +568,6 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     if x.config.o_turns:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(r.o_turn.at[_following(x, warpgroup)])
-    if x.config.share_o and not x.late_q:
-        _give_q_back(x, r, t._at)
+    if x.config.share_o:  # the next q may come where this output has left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(r.q_free.at[0])

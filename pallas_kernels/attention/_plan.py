@@ -1,7 +1,6 @@
-"""How prefill attention cuts its work: configurations, what fits the hardware, scratch memory."""
+"""How prefill attention cuts its work: configurations, and the shapes and scratch memory that follow."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ ROWS = 64
 """Rows of a warpgroup: the M of one wgmma."""
 PIECE = 64
 """Columns of a 128-byte span of 16-bit values."""
-BLOCKS = (64, 128, 192)
-"""Keys per step that are worth trying everywhere."""
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 192, 256)
 L2_BYTES = 32 << 20
@@ -43,7 +40,7 @@ class Config:
     num_stages: int = 2
     """Steps whose keys and values may be on their way at once."""
     share_o: bool = False
-    """The output leaves through q's memory, which saves shared memory; with one q the next waits for it."""
+    """The output leaves through q's memory, which saves shared memory; the next q waits for it."""
     o_turns: bool = False
     """Outputs leave through memory of one warpgroup, in turns; saves less than `share_o`, but q need not wait."""
     q_stages: int = 1
@@ -54,10 +51,15 @@ class Config:
     """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
+    pair: bool = False
+    """Two thread blocks take a tile of twice the rows, and each fetches half of the keys and values for both."""
     one_pass: bool = False
     """Causal windows that fit one block: no loop over keys, see `_span`; `block_kv` means nothing then."""
-    edge_masks: bool = False
-    """Each end of the visible range is masked by itself, by comparing columns with a row's first or last."""
+    take_turns: bool = True
+    """Consumers take turns at the tensor core."""
+    exps_first: int = 0
+    """Keys of a step, a multiple of 16, whose exponentials are taken before the wait for the last step's P V; of the
+    others P is packed at once. Interpreted, and where nothing overlaps, all follow it."""
     slack: int = 8
     """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
     running maximum."""
@@ -71,13 +73,21 @@ class Config:
             raise ValueError(f"num_stages must lie between 1 and 8, got {self.num_stages}")
         if self.q_stages not in (1, 2):
             raise ValueError(f"q_stages must be 1 or 2, got {self.q_stages}")
+        if self.share_o and self.q_stages > 1:
+            raise ValueError("share_o=True leaves room for one q; use q_stages=1")
         if self.o_turns and (self.share_o or self.consumers == 1):
             raise ValueError("o_turns=True is for several consumers without share_o; use False")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
+        if self.exps_first not in range(0, self.block_kv + 1, 16):
+            raise ValueError(
+                f"exps_first must be a multiple of 16, at most block_kv={self.block_kv}, got {self.exps_first}"
+            )
         if not 0 <= self.slack <= 8:
             raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
-        rows = ROWS * self.consumers
+        if self.pair and (self.one_pass or self.dynamic):
+            raise ValueError("pair=True is not for one_pass or dynamic; use False")
+        rows = ROWS * self.warpgroups
         if self.one_pass:
             if self.block_g not in (1, 2, 4, 8):
                 raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
@@ -91,9 +101,14 @@ class Config:
             )
 
     @property
+    def warpgroups(self) -> int:
+        """Consumers of a tile."""
+        return self.consumers * (2 if self.pair else 1)
+
+    @property
     def block_q(self) -> int:
         """Tokens of a tile."""
-        return ROWS * self.consumers // self.block_g
+        return ROWS * self.warpgroups // self.block_g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,11 +208,6 @@ class Plan:
         return {1: (40, 240), 2: (40, 232) if wide else (56, 224), 3: (32, 160)}[self.config.consumers]
 
     @property
-    def late_q(self) -> bool:
-        """A tile's output leaves q's memory while the next tile is computed, from another q."""
-        return self.config.share_o and self.config.q_stages > 1
-
-    @property
     def by_warps(self) -> bool:
         return self.config.by_warps and not self.interpreted
 
@@ -207,114 +217,14 @@ class Plan:
         return self.config.dynamic and not self.interpreted
 
     @property
+    def members(self) -> int:
+        """Thread blocks of a tile."""
+        return 2 if self.config.pair else 1
+
+    @property
     def grid(self) -> int:
-        return min(self.num_sms, self.slots * self.chunks)
-
-
-def illegal(x: Plan) -> str | None:
-    """None if the configuration fits the shapes, else one sentence."""
-    c = x.config
-    if (x.H // x.K) % c.block_g:
-        return f"block_g must divide the {x.H // x.K} query heads of a KV head, got {c.block_g}"
-    if c.one_pass:
-        return _illegal_pass(x) or _too_large(x)
-    if x.page and max(x.page, c.block_kv) % min(x.page, c.block_kv):
-        return f"block_kv must divide the page or be a multiple of it, got {c.block_kv} and {x.page}"
-    if x.copies % c.pages_at_once:
-        return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
-    if c.block_kv % 64 and not c.edge_masks:
-        return f"block_kv={c.block_kv} needs edge_masks=True: else its masks spill registers"
-    if c.by_warps and x.copies % WARPS:
-        return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
-    if c.share_o and x.Dv > x.D:
-        return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
-    wide = 176 if x.D == x.Dv == 128 and c.edge_masks else 128
-    most = 64 if x.Dv == 256 else wide if x.Dv > 64 else 192
-    if c.block_kv > most or (c.consumers == 3 and (x.Dv > 64 or c.block_kv > 128)):
-        return f"block_kv={c.block_kv} with {c.consumers} consumers does not fit the registers for values of {x.Dv}"
-    return _too_large(x)
-
-
-def _too_large(x: Plan) -> str | None:
-    if (used := smem_bytes(x)) > _mosaic.SMEM_BYTES:
-        given = f"block_kv={x.config.block_kv}, num_stages={x.config.num_stages}"
-        return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use smaller values"
-    return None
-
-
-def _illegal_pass(x: Plan) -> str | None:
-    if x.window is None or not x.causal or x.softcap is not None:
-        return "one_pass needs a causal window and no soft cap"
-    if x.page is not None and not x.config.by_warps:
-        return "one_pass over pages needs by_warps=True"
-    keys, values = (144, 64) if x.config.consumers == 3 else (192, 128)
-    if x.span > keys or x.Dv > values or x.span_rows > 256:
-        return (
-            f"one_pass takes {keys} keys of a warpgroup, 256 of a tile and values of {values} with "
-            f"{x.config.consumers} consumers, got {x.span}, {x.span_rows} and {x.Dv}; use a larger block_g"
-        )
-    return None
-
-
-def default(x: Plan) -> Config:
-    """What was fastest on an H200 (2026-12) of what does not spill; soft caps and D = 64 without a window not measured.
-
-    Several heads of a group in one tile share its keys, and leave fewer masked scores at the diagonal.
-    """
-    block_g = next(g for g in (4, 2, 1) if x.H // x.K % g == 0)
-    masked = (
-        x.window is not None or x.softcap is not None
-    )  # ptxas would spill with 128 keys, and short tiles waste less
-    if x.Dv > 64:
-        wide = x.Dv > 128 or masked
-        config = Config(block_g=block_g, block_kv=64 if wide else 128, num_stages=2, share_o=x.D > 128)
-    else:
-        config = Config(block_g=block_g, block_kv=64 if masked else 128, num_stages=4 if masked else 3)
-    x = dataclasses.replace(x, config=config)
-    wanted = {}
-    if x.window is not None if x.page is None else x.page >= 64:
-        wanted = {"q_stages": 2}
-    elif x.page is not None and x.copies % WARPS == 0:
-        wanted = {"by_warps": True}
-    if config.share_o:
-        wanted.pop("q_stages", None)
-    better = dataclasses.replace(config, **wanted)
-    return better if illegal(dataclasses.replace(x, config=better)) is None else config
-
-
-def candidates(x: Plan) -> Iterator[Config]:
-    """Every configuration that fits the shapes."""
-    for consumers in (2, 3, 1):
-        for block_g in (1, 2, 4, 8, 16):
-            for block_kv in BLOCKS:
-                for num_stages in (2, 3, 4):
-                    for share_o in (False, True):
-                        if (ROWS * consumers) % block_g or (consumers == 3 and block_g > 1):
-                            continue
-                        if ROWS * consumers // block_g < 8:
-                            continue
-                        config = Config(
-                            consumers=consumers,
-                            block_g=block_g,
-                            block_kv=block_kv,
-                            num_stages=num_stages,
-                            share_o=share_o,
-                        )
-                        for variant in _variants(x, config):
-                            if illegal(dataclasses.replace(x, config=variant)) is None:
-                                yield variant
-
-
-def _variants(x: Plan, config: Config) -> Iterator[Config]:
-    """The configuration, and what may help where tiles are short or pages small."""
-    yield config
-    if (x.window is not None or (x.page or 0) >= 64) and not config.share_o:
-        yield dataclasses.replace(config, q_stages=2)
-    if x.page is not None and x.page < 64:
-        yield dataclasses.replace(config, pages_at_once=2)
-        yield dataclasses.replace(config, by_warps=True)
-        if x.window is not None and not config.share_o:
-            yield dataclasses.replace(config, q_stages=2, by_warps=True)
+        """Thread blocks, or pairs of them."""
+        return min(self.num_sms // self.members, self.slots * self.chunks)
 
 
 # ---------------------------------------------------------------- scratch memory
@@ -349,7 +259,8 @@ def scratch(x: Plan) -> dict[str, Any]:
         span = 128 if c.block_kv % 64 == 0 else 32
         p_tile = _mosaic.swizzled(span, bytes_per_value=2)
         out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), p_tile)
-    released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
+    free: dict[str, Any] = {"num_arrivals": c.consumers, "num_barriers": c.num_stages}
+    released = plgpu.ClusterBarrier(collective_axes=("member",), **free) if c.pair else plgpu.Barrier(**free)
     out |= {
         "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
         "told": plgpu.Barrier(num_barriers=TOLD),
@@ -357,7 +268,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         "q_free": plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.q_stages),
         "k_bar": plgpu.Barrier(num_arrivals=x.copies * (x.D // PIECE), num_barriers=c.num_stages),
         "v_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE), num_barriers=c.num_stages),
-        "raw_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE)),
+        "raw_bar": plgpu.Barrier(num_arrivals=x.copies * (x.Dv // PIECE), num_barriers=c.num_stages),
         "k_free": released,
         "v_free": released,
     }
@@ -365,7 +276,7 @@ def scratch(x: Plan) -> dict[str, Any]:
         out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
     if c.dynamic:
         out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
-    if c.consumers > 1:
+    if c.consumers > 1 and c.take_turns:
         out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
     if c.o_turns:
         out["o_turn"] = plgpu.Barrier(num_barriers=c.consumers)

@@ -1,6 +1,7 @@
 """The tiles of prefill attention: their order, and what the producer finds out about each."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -91,17 +92,41 @@ def number_of(x: Plan, turn, cta):
     return turn * x.grid + jnp.where(there, cta, x.grid - 1 - cta)
 
 
-@jax.custom_batching.custom_vmap
-def unmapped(inputs: dict[str, Any]):
-    """The inputs; an error under vmap, whose launches would count their tiles together."""
-    return inputs
+def counted(launch, x: Plan, inputs: dict[str, Any]):
+    """`launch(x, inputs)`, if tiles are taken one by one with their counter `taken` among the inputs.
+
+    Launches under vmap would count together: there every thread block has its own tiles, which changes no bit.
+    """
+    if not x.dynamic:
+        return launch(x, inputs)
+
+    @jax.custom_batching.custom_vmap
+    def run(inputs):
+        return _mosaic.discharged(lambda given: launch(x, given | {"taken": jax.new_ref(jnp.zeros(1, i32))}), inputs)
+
+    @run.def_vmap
+    def _(axis_size, batched, inputs):
+        del axis_size
+        shared = dataclasses.replace(x, config=dataclasses.replace(x.config, dynamic=False))
+        axes = tuple(jax.tree.map(lambda mapped: 0 if mapped else None, batched))
+        out = jax.vmap(functools.partial(launch, shared), in_axes=axes)(inputs)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run(inputs)
 
 
-@unmapped.def_vmap
-def _(*_):
-    raise ValueError(
-        "attention: dynamic=True counts the tiles of one launch and cannot run under vmap; use False there"
-    )
+def meet(interpreted: bool) -> None:
+    """Wait until all warps of a warpgroup are here."""
+    if interpreted:
+        plgpu.commit_smem()
+        return
+
+    def barrier(context):
+        del context
+        _mosaic.gpu_utils.warpgroup_barrier()
+
+    inline: Any = plgpu.inline_mgpu()
+    inline(barrier)()
 
 
 def take(x: Plan, r: Any):

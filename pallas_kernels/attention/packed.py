@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
-from pallas_kernels.attention import _flash, _plan
+from pallas_kernels.attention import _choice, _flash, _plan
 from pallas_kernels.attention._plan import DTYPES, HEAD_DIMS, Config, Plan
 
 i32 = jnp.int32
@@ -51,12 +51,12 @@ def why_not(**args) -> str | None:
 
 def default_config(**args) -> Config:
     """Measured on an H200, see docs/attention.md."""
-    return _plan.default(_make(Config(), **args))
+    return _choice.default(_make(Config(), **args))
 
 
 def configs(**args) -> Iterator[Config]:
     """Every configuration that fits shared memory and registers."""
-    return _plan.candidates(_make(Config(), **args))
+    return _choice.candidates(_make(Config(), **args))
 
 
 def attention(*, config: Config, return_lse: bool, **args):
@@ -69,7 +69,7 @@ def attention(*, config: Config, return_lse: bool, **args):
         ValueError: `config` does not fit these shapes.
     """
     x = _make(config, **args)
-    if reason := _plan.illegal(x):
+    if reason := _choice.illegal(x):
         raise ValueError(f"attention: {reason}")
     q, k, v, query_start, key_start = (args[name] for name in ("q", "k", "v", "query_start", "key_start"))
     rows = q.shape[:-2]

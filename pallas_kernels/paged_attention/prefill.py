@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from pallas_kernels import _mosaic
-from pallas_kernels.attention import _flash, _plan
+from pallas_kernels.attention import _choice, _flash, _plan
 from pallas_kernels.attention._plan import DTYPES, HEAD_DIMS, Plan
 from pallas_kernels.paged_attention import _common as common
 from pallas_kernels.paged_attention._common import PAGES
@@ -69,12 +69,12 @@ def why_not(**args) -> str | None:
 
 def default_config(**args) -> Config:
     """Measured on an H200, see docs/attention.md."""
-    return Config(**dataclasses.asdict(_plan.default(_make(Config(), **args))))
+    return Config(**dataclasses.asdict(_choice.default(_make(Config(), **args))))
 
 
 def configs(**args) -> Iterator[Config]:
     """Every configuration that fits shared memory and registers."""
-    for config in _plan.candidates(_make(Config(), **args)):
+    for config in _choice.candidates(_make(Config(), **args)):
         yield Config(**dataclasses.asdict(config))
 
 
@@ -91,7 +91,7 @@ def segments_attention(*, config: Config, segments, copies: int, **args):
         o [copies N, H, D] and lse as rows of tiles, see `attention._flash.launch`.
     """
     x = _segmented(config, segments=segments, copies=copies, **args)
-    if reason := _plan.illegal(x):
+    if reason := _choice.illegal(x):
         raise ValueError(f"paged_attention: {reason}")
     names = {"k": "k_pages", "v": "v_pages"} | {n: n for n in ("q", "page_table")}
     inputs = {name: args[given] for name, given in names.items()} | {"segments": segments}
@@ -116,7 +116,7 @@ def paged_attention(*, config: Config, return_lse: bool, **args):
         ValueError: `config` does not fit these shapes.
     """
     x = _make(config, **args)
-    if reason := _plan.illegal(x):
+    if reason := _choice.illegal(x):
         raise ValueError(f"paged_attention: {reason}")
     names = {"k": "k_pages", "v": "v_pages"} | {n: n for n in ("q", "page_table", "lengths", "query_start")}
     inputs = {name: args[given] for name, given in names.items()}

@@ -18,7 +18,7 @@ from jax.test_util import check_grads
 from jaxattn import attention, explain, paged_attention
 from jaxattn.ops._attention_cases import make_inputs
 from jaxattn.ops.attention import MECHANISM, check_starts
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels import attention as mosaic
 from parity import cases, execution, triangle
 
@@ -322,18 +322,46 @@ def test_a_config_that_does_not_fit_the_shapes(options, message):
         mosaic.attention(config=config, **MECHANISM.prepare(**SHAPES))
 
 
-def test_taking_tiles_by_a_counter_refuses_vmap():
+def one_by_one(q, start):
+    """A launch that hands out its tiles by a counter."""
+    prepared = MECHANISM.prepare(q=q, k=q, v=q, query_start=start)
+    return mosaic.attention(config=mosaic.Config(dynamic=True, block_kv=64), **prepared)
+
+
+IN_COMPANY = {
+    "vmap": jax.vmap(one_by_one, in_axes=(0, None)),
+    "vmap-of-starts": lambda q, start: jax.vmap(one_by_one, in_axes=(None, 0))(q[0], jnp.stack([start, start])),
+    "scan": lambda q, start: jax.lax.map(lambda q: one_by_one(q, start), q),
+    "cond": lambda q, start: jax.lax.cond(start[0] > 0, lambda: q[0], lambda: one_by_one(q[0], start)),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("way", IN_COMPANY)
+def test_a_counter_of_tiles_compiles_within_other_programs(way):
+    """Interpreted there is none."""
     q = jax.ShapeDtypeStruct((2, 64, 2, D), jnp.bfloat16)
-    start = jax.ShapeDtypeStruct((2,), jnp.int32)
+    _aot.compile_h200(IN_COMPANY[way], q, jax.ShapeDtypeStruct((2,), jnp.int32))
 
-    def one(q, start):
-        prepared = MECHANISM.prepare(q=q, k=q, v=q, query_start=start)
-        return mosaic.attention(config=mosaic.Config(dynamic=True), **prepared)
 
-    jax.eval_shape(one, jax.ShapeDtypeStruct(q.shape[1:], q.dtype), start)
-    message = "attention: dynamic=True counts the tiles of one launch and cannot run under vmap; use False there"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        jax.eval_shape(jax.vmap(one, in_axes=(0, None)), q, start)
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["vmap", "scan"])
+def test_a_counter_of_tiles_changes_no_bit(way, rng):
+    q = jnp.asarray(rng.standard_normal((2, 4096, 2, D)), jnp.bfloat16)
+    start = jnp.asarray([0, 4096], jnp.int32)
+    prepared = [MECHANISM.prepare(q=one, k=one, v=one, query_start=start) for one in q]
+    want: list[Any] = [mosaic.attention(config=mosaic.Config(block_kv=64), **args) for args in prepared]
+    np.testing.assert_array_equal(bits(jax.jit(IN_COMPANY[way])(q, start)), bits(jnp.stack(want)))
+
+
+@pytest.mark.parametrize(("S", "K", "dynamic"), [(8192, 32, True), (8192, 8, True), (1024, 8, False)])
+def test_long_causal_work_is_handed_out_one_by_one(S, K, dynamic):
+    shapes = {
+        name: jax.ShapeDtypeStruct((1, S, heads, 128), jnp.bfloat16)
+        for name, heads in zip("qkv", (32, K, K), strict=True)
+    }
+    assert mosaic.default_config(**MECHANISM.prepare(**shapes)).dynamic == dynamic
+    assert not mosaic.default_config(**MECHANISM.prepare(**shapes, causal=False)).dynamic
 
 
 def test_configs_are_legal_and_hold_the_default():

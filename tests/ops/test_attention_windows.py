@@ -1,4 +1,4 @@
-"""Tiles of prefill attention: short windows in one pass, blocks of other sizes, masks by edges, ways of the output.
+"""Tiles of prefill attention: short windows in one pass, blocks of other sizes, ways of the output.
 
 Interpreted where there is no GPU, as tests/ops/test_attention.py.
 """
@@ -17,7 +17,7 @@ from jaxattn.ops import _paged_attention_cases as paged_cases
 from jaxattn.ops._attention_cases import make_inputs
 from jaxattn.ops.attention import MECHANISM
 from jaxattn.ops.paged_attention import MECHANISM as PAGED
-from pallas_kernels import _mosaic
+from pallas_kernels import _aot, _mosaic
 from pallas_kernels import attention as mosaic
 from pallas_kernels.paged_attention import prefill
 from parity import cases, execution, triangle
@@ -66,10 +66,43 @@ def test_one_pass_over_a_window(way, rng):
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_one_pass_over_pages(page, rng):
-    """Whose rows the windows begin anywhere in; NaN where no query of a request sees."""
+    """By default; windows begin anywhere in a page, NaN where no query of a request sees."""
     shape = {"H": 4, "K": 1, "window": 40, "sinks": True, "return_lse": True, "page": page}
     args = paged_cases.make_inputs(rng, (50, 33), (77, 33), **shape)
-    check(args, prefill.Config(one_pass=True, block_g=4, by_warps=True))
+    config = prefill.default_config(**PAGED.prepare(**args))
+    assert config.one_pass
+    check(args, config)
+
+
+@pytest.mark.parametrize(
+    ("D", "G", "window", "page", "want"),
+    [
+        (64, 8, 128, None, {"consumers": 3, "block_g": 8, "num_stages": 3, "q_stages": 2}),
+        (64, 8, 128, 16, {"consumers": 3, "block_g": 8, "num_stages": 3, "q_stages": 2}),
+        (64, 4, 128, 16, {"consumers": 3, "block_g": 4, "num_stages": 3, "q_stages": 1}),
+        (64, 3, 160, None, None),
+        (64, 3, 128, None, {"consumers": 2, "block_g": 1, "num_stages": 3, "q_stages": 1}),
+        (128, 8, 128, None, {"consumers": 2, "block_g": 8, "num_stages": 2, "q_stages": 1}),
+        (128, 8, 128, 16, {"consumers": 2, "block_g": 8, "num_stages": 1, "q_stages": 2}),
+        (128, 8, 200, None, None),
+        (256, 8, 128, None, None),
+    ],
+)
+def test_the_default_for_a_window_follows_from_shapes(D, G, window, page, want):
+    """As much as fits; None where no tile holds all keys."""
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    args: dict[str, Any] = {"q": array(4096, 8 * G, D), "query_start": array(2, dtype="int32"), "window": window}
+    if page is None:
+        config = mosaic.default_config(**MECHANISM.prepare(k=array(4096, 8, D), v=array(4096, 8, D), **args))
+    else:
+        pages = array(4096 // page, page, 8, D)
+        table = {"page_table": array(1, 4096 // page, dtype="int32"), "lengths": array(1, dtype="int32")}
+        config = prefill.default_config(**PAGED.prepare(k_pages=pages, v_pages=pages, **table, **args))
+    assert config.one_pass == (want is not None)
+    assert (want or {}).items() <= dataclasses.asdict(config).items()
 
 
 def test_one_pass_over_wide_values_of_two_groups(rng):
@@ -81,25 +114,48 @@ def test_one_pass_over_wide_values_of_two_groups(rng):
     ("block_kv", "options"),
     [(80, {"window": 60}), (64, {"window": 40, "causal": False}), (144, {"softcap": 9.0, "causal": False})],
 )
-def test_edges_are_masked_apart(block_kv, options, rng):
+def test_blocks_of_any_size_are_masked_at_both_ends(block_kv, options, rng):
     args = make_inputs(rng, (40, 5), (100, 70), H=2, K=1, sinks=True, return_lse=True, **options)
-    check(args, mosaic.Config(consumers=1, block_g=2, block_kv=block_kv, edge_masks=True))
+    check(args, mosaic.Config(consumers=1, block_g=2, block_kv=block_kv))
 
 
-def test_edges_change_no_bit(rng):
-    args = make_inputs(rng, (70, 5), (100, 70), H=2, K=1, window=40, return_lse=True)
-    config = mosaic.Config(consumers=1, block_g=2, block_kv=64)
-    for a, b in zip(run(args, config), run(args, dataclasses.replace(config, edge_masks=True)), strict=True):
-        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+WAYS = {"shared-output": {"share_o": True}, "output-in-turns": {"o_turns": True}, "free": {"take_turns": False}}
+WAYS |= {"pair": {"pair": True}, "pair-of-heads": {"pair": True, "block_g": 2}}
 
 
-@pytest.mark.parametrize("options", [{"share_o": True, "q_stages": 2}, {"o_turns": True}], ids=["late", "turns"])
-def test_ways_of_the_output_change_no_bit(options, rng):
-    """Through q's memory while the next tile is computed, or through that of one warpgroup."""
-    args = make_inputs(rng, (130, 5), (150, 30), H=2, K=2, return_lse=True)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_ways_to_share_a_tile_change_no_bit(options, rng):
+    """Outputs through q's memory or through that of one warpgroup; pairs of thread blocks."""
+    args = make_inputs(rng, (130, 5), (150, 30), H=2, K=1, sinks=True, return_lse=True)
     config = mosaic.Config(block_kv=64)
     for a, b in zip(run(args, config), run(args, dataclasses.replace(config, **options)), strict=True):
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+COMPILED: dict[str, tuple[dict[str, Any], mosaic.Config]] = {
+    "all-first": ({"D": 128}, mosaic.Config(block_kv=176, share_o=True, exps_first=176)),
+    "half-first": ({"D": 192, "Dv": 128}, mosaic.Config(share_o=True, exps_first=64)),
+    "pair": ({"D": 128, "causal": False}, mosaic.Config(pair=True, exps_first=128)),
+    "free": ({"D": 192, "Dv": 128}, mosaic.Config(share_o=True, take_turns=False, exps_first=128)),
+}
+"""Of which the interpreter sees the order of nothing."""
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("way", COMPILED)
+def test_orders_of_a_step_compile(way, rng):
+    options, config = COMPILED[way]
+    args = MECHANISM.prepare(**make_inputs(rng, (300, 5), H=2, K=2, return_lse=True, **options))
+    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in args.items() if name not in arrays}
+    _aot.compile_h200(lambda arrays: mosaic.attention(config=config, **arrays, **static), arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", COMPILED)
+def test_orders_of_a_step_are_right(way, rng):
+    options, config = COMPILED[way]
+    check(make_inputs(rng, (1300, 5), (1500, 300), H=2, K=2, return_lse=True, **options), config)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +163,9 @@ def test_ways_of_the_output_change_no_bit(options, rng):
     [
         ({"block_g": 16, "one_pass": True}, "block_g must be 1, 2, 4 or 8 with one_pass, got 16"),
         ({"share_o": True, "one_pass": True}, "share_o=True and o_turns=True are not for one_pass; use False"),
+        ({"pair": True, "dynamic": True}, "pair=True is not for one_pass or dynamic; use False"),
+        ({"exps_first": 8}, "exps_first must be a multiple of 16, at most block_kv=128, got 8"),
+        ({"share_o": True, "q_stages": 2}, "share_o=True leaves room for one q; use q_stages=1"),
         ({"share_o": True, "o_turns": True}, "o_turns=True is for several consumers without share_o; use False"),
     ],
 )
@@ -125,7 +184,6 @@ def test_a_config_that_is_always_wrong(options, message):
             "one_pass takes 192 keys of a warpgroup, 256 of a tile and values of 128 with 2 consumers, got 224, 240 "
             "and 64; use a larger block_g",
         ),
-        ({"block_kv": 80}, 128, "block_kv=80 needs edge_masks=True: else its masks spill registers"),
     ],
 )
 def test_a_config_that_does_not_fit_the_shapes(options, window, message):
@@ -140,8 +198,22 @@ def test_pages_of_one_pass_are_brought_by_warps(rng):
         prefill.paged_attention(**args, config=prefill.Config(one_pass=True))
 
 
+def test_pairs_need_packed_keys(rng):
+    args = PAGED.prepare(**paged_cases.make_inputs(rng, (40,), (40,)))
+    with pytest.raises(ValueError, match=r"^paged_attention: pair needs packed keys; use pair=False for pages$"):
+        prefill.paged_attention(**args, config=prefill.Config(pair=True))
+
+
+def test_one_pass_of_deep_keys_takes_two_consumers():
+    shapes = dict(MECHANISM.support)["bfloat16, D 256"] | {"window": 60}
+    message = r"^attention: one_pass with 3 consumers fits the registers for keys of at most 128, got 256$"
+    with pytest.raises(ValueError, match=message):
+        config = mosaic.Config(one_pass=True, consumers=3, block_g=4)
+        mosaic.attention(config=config, **MECHANISM.prepare(**shapes))
+
+
 def test_a_block_holds_whole_pages(rng):
     args = PAGED.prepare(**paged_cases.make_inputs(rng, (40,), (40,), page=64))
     message = r"^paged_attention: block_kv must divide the page or be a multiple of it, got 80 and 64$"
     with pytest.raises(ValueError, match=message):
-        prefill.paged_attention(**args, config=prefill.Config(block_kv=80, edge_masks=True))
+        prefill.paged_attention(**args, config=prefill.Config(block_kv=80))

@@ -49,7 +49,9 @@ def test_every_way_to_bring_tiles_is_right(way, rng, few_sms):
     check(args, prefill.Config(**{"consumers": 1, "block_g": 2, "block_kv": 64} | WAYS[way]))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40, "softcap": 20.0}], ids=["plain", "window-softcap"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40, "softcap": 20.0}, {"window": 40}], ids=["plain", "window-softcap", "window"]
+)
 def test_the_default_for_a_long_prompt_is_right(options, rng, few_sms):
     """257 rows behind three keys, pages of 16."""
     args = make_inputs(rng, (257,), (260,), H=2, K=2, sinks=True, return_lse=True, **options)
@@ -107,10 +109,10 @@ def struct(page, window, rows=4096, D=64):
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
-@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_the_default_for_long_prompts(page, window, D):
-    """Any page and window; warps share the copies of many pages, a second q is there if tiles are short."""
+    """Any page and long window; warps share the copies of many pages, a second q is there if tiles are short."""
     args = struct(page, window, rows=256, D=D)
     config = paged.default_config(**args)
     assert isinstance(config, prefill.Config)
@@ -123,7 +125,7 @@ def test_the_default_for_long_prompts(page, window, D):
 
 def test_the_variants_are_timed_where_they_may_help():
     found = {
-        key: {(c.q_stages, c.pages_at_once, c.by_warps) for c in prefill.configs(**struct(*key))}
+        key: {(c.q_stages, c.pages_at_once, c.by_warps) for c in prefill.configs(**struct(*key)) if not c.one_pass}
         for key in ((64, None), (64, 128), (16, None), (16, 128))
     }
     assert found == {
