@@ -5,11 +5,13 @@ from registers, and a tile is 64 features of each warpgroup by `tokens` rows of 
 same registers. Weights and scales are loaded as checkpoints have them (`_nibbles`): nothing is packed or padded.
 
 Activations are 16-bit numbers (FP8 codes times powers of two are exact in bfloat16), or with `eight` float8_e4m3fn
-codes: then an instruction multiplies 32 inputs, and the scales of both sides are applied to its float32 result.
+codes: then an instruction multiplies 32 inputs, and the scales of both sides are applied to its float32 result; with
+`codes` 128 inputs, see `_expert_codes`.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _expert_rows, _inline, _mosaic, _nibbles, _requantize, _routing
+from pallas_kernels import _decode, _expert_codes, _expert_rows, _inline, _mosaic, _nibbles, _requantize, _routing
 from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
 from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
@@ -93,7 +95,7 @@ def stages(
         ValueError: `config` does not fit these arguments.
     """
     M, E, F = x.shape[1], w13.shape[0], w13.shape[1] // 2
-    if reason := illegal(config, format=format, act_group=act_group):
+    if reason := illegal(config, format=format, act_group=act_group, ue8m0=ue8m0, sizes=(M, F)):
         raise ValueError(f"experts: {reason}")
     which = _routing.local_experts(ids, E, expert_map)
     tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
@@ -101,9 +103,9 @@ def stages(
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = (x, None) if quantize is None else quantize(x)
-    fused = config.fused and act_group == _requantize.GROUP and ue8m0
+    fused = config.fused and act_group == _requantize.GROUP and ue8m0 and not config.codes
     a, scale = product(
-        tiles.rows(_nibbles.permute(codes)),
+        tiles.rows(_expert_codes.permute(codes) if config.codes else _nibbles.permute(codes)),
         w13.reshape((E, F, 2, M // 2) if turns else (E, 2, F, M // 2)),
         F,
         act=act,
@@ -114,12 +116,12 @@ def stages(
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), turns),
         weights=None if late else tiles.weights,
         out_dtype=x.dtype if quantize is None or late or fused else f32,
-        permuted=quantize is None,
+        permuted=quantize is None or config.codes,
         encoded=fused,
     )
     if quantize is not None and not fused:
         a, scale = quantize(a)
-        a = _nibbles.permute(a)
+        a = a if config.codes else _nibbles.permute(a)  # groups of 128 hold what is permuted
     y, _ = product(
         a,
         w2,
@@ -241,7 +243,10 @@ def _scratch(x: Plan) -> dict[str, Any]:
     }
     if c.eight:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, x.parts * ALIGNED, c.tokens), f32)
-    if c.staged:
+    if c.codes:
+        scratch["table_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 8), i32)
+        scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features), f32)
+    elif c.staged:
         scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
@@ -256,11 +261,11 @@ def _block(x: Plan, r: Any) -> None:
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = c.registers
-    count, taking = _expert_rows.share(r.count[0] * x.across, blocks, me, c.even)
+    count = _expert_rows.share(r.count[0] * x.across, blocks, me)
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = me + turn * taking
+        at = me + turn * blocks
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
@@ -328,7 +333,11 @@ def _load(x: Plan, r: Any, tile, across, first) -> None:
             scales = r.row_scale.at[pl.ds(k * count, count), rows]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, count)], full)
         for i, given in enumerate(words):
-            _nibbles.store_powers(r.power_ring.at[slot, i // 2, i % 2], given)
+            which = slot, i // 2, i % 2
+            if c.codes:
+                _expert_codes.store_tables(r.table_ring.at[which], r.power_ring.at[which], given)
+            else:
+                _nibbles.store_powers(r.power_ring.at[which], given)
         if c.staged:
             plgpu.barrier_arrive(full)
         return ahead(jnp.minimum(k + 1, x.steps - 1))
@@ -352,20 +361,21 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     c, expert = x.config, r.experts[tile]
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
     inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
-    row, filled = r.starts[tile] * x.unit, r.filled[tile]
-    factor = 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
+    factor = 2.0**-_expert_codes.LIFT if c.codes else 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
     if r.weight_scale is not None:
         factor = r.weight_scale[expert] * factor
 
-    def routing():
-        if r.weights is None:
-            return None
-        return plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
+    def rows():
+        """Where they begin, how many blocks hold anything, and their weights."""
+        row, weights = r.starts[tile] * x.unit, None
+        if r.weights is not None:
+            weights = plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
+        return row, r.filled[tile], weights
 
-    early = c.tokens <= EARLY
-    weights = routing() if early else None
-    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
-    weights = weights if early else routing()
+    given = rows() if c.tokens <= EARLY else None
+    how = _folded_sums if c.codes else _sums8 if c.eight else _sums16
+    sums = how(x, r, warpgroup, expert, inside, first)
+    row, filled, weights = given or rows()
     if r.weight_scale is not None or factor != 1:
         sums = tuple(part * factor for part in sums)
     values = _finished(x, r, sums, expert, inside, weights)
@@ -417,6 +427,9 @@ def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> N
 
 
 def _store(x: Plan, tile, value) -> None:
+    if x.permuted and x.config.codes:
+        _expert_codes.store(tile, value.astype(x.out_dtype), x.swizzled)
+        return
     store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
     store(tile, value.astype(x.out_dtype), x.swizzled)
 
@@ -549,6 +562,41 @@ def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         return tuple(sums)
 
     return _steps(x, r, first, ahead, add, whole=c.staged and c.warpgroups == 2)  # four have too few registers
+
+
+def _folded_sums(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
+    """One product at a time, over 128 inputs, whose scales follow; another warpgroup's fill the gaps.
+
+    What the next one is decoded of is loaded meanwhile, but for a step's first.
+    """
+    del expert, features
+    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
+
+    def fetched(slot, part, half):
+        return _expert_codes.fetch(r.w_ring.at[slot, half, mine], r.table_ring.at[slot, part, half, mine], part)
+
+    def added(slot, part, half, total, product):
+        row = plgpu.load(r.scale_ring.at[slot, part], layout=COLUMN, optimized=False)
+        power = plgpu.load(r.power_ring.at[slot, part, half, mine], layout=_inline.ROW, optimized=False)
+        return _expert_codes.add_scaled(total, power, row, product)
+
+    def step(k, carry):
+        *sums, product = carry
+        slot = lax.rem(first + k, i32(c.stages))
+        plgpu.barrier_wait(r.full.at[slot])
+        order = [*itertools.product(range(x.parts), range(2))]
+        given = fetched(slot, *order[0])
+        for (part, half), then in zip(order, [*order[1:], None], strict=True):
+            product = _expert_codes.start(_expert_codes.decode(given), r.x_ring.at[slot, part], product)
+            given = fetched(slot, *then) if then else given
+            product = _inline.settle(product, 0)
+            sums[half] = added(slot, part, half, sums[half], product)
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[slot])
+        return *sums, product
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
+    return lax.fori_loop(0, x.steps, step, (zero, zero, zero))[:2]
 
 
 def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
