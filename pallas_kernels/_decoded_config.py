@@ -46,7 +46,8 @@ class Config:
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
     overlap: int = 1
-    """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
+    """Steps that overlap, without `eight`: one is decoded while the one before multiplies. With `codes` 2: 128
+    inputs of 64 features are decoded while those before multiply, within a step."""
     together: bool = False
     """All rows of a tile leave together, with one wait, rather than `block` by `block`; they need shared memory."""
     fused: bool = True
@@ -71,8 +72,8 @@ class Config:
             raise ValueError(f"tokens must be a multiple of block={self.block}, got {self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.eight and self.overlap > 1:
-            raise ValueError(f"overlap={self.overlap} is for products without eight")
+        if self.overlap > (2 if self.codes else 1) and self.eight:
+            raise ValueError(f"overlap={self.overlap} is for products without eight; with codes it may be 2")
         if self.encoder and not self.eight:
             raise ValueError("encoder is for products with eight")
         if self.staged and (not self.eight or self.warpgroups % 2):

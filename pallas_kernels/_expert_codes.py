@@ -15,11 +15,13 @@ The weight is wgmma's A operand. As in `_nibbles` a lane takes sixteen neighbour
     input 64 b + 16 c + 8 m + 4 k + i  goes to place 64 b + 32 m + 16 k + 4 c + i  (lane c of four)
 """
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _decode, _inline, _mosaic, _nibbles
@@ -37,6 +39,7 @@ LOWEST = -22
 _FIRST, _LAST = 0x06040000, 0x0E0C0A08
 """E5M2 of 0, 0.5, 1 and 1.5, then 2, 3, 4 and 6, a byte each, less an exponent that is added to each but the zero."""
 _ONES = 0x01010101
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 _WORDS = 16
 """Registers of a lane for 64 x 128 codes."""
 _CODE = _decode.Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16))
@@ -157,6 +160,21 @@ def decode(fetched: jax.Array) -> jax.Array:
     return inline(emit)(fetched)
 
 
+def kept(codes: jax.Array) -> jax.Array:
+    """`codes`, which LLVM must have by now."""
+    if _mosaic.interpreting():
+        return codes
+
+    def emit(context, codes):
+        del context
+        e = _Emitter()
+        given = [e.element(register, 0) for register in codes.registers.flat]
+        return _inline.words(_inline.assembly([], given, _WORDS, [], jnp.int32), _LAYOUT, (128 * _WORDS,))
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_OUT)
+    return inline(emit)(codes)
+
+
 def start(codes: jax.Array, x: Any, over: jax.Array) -> jax.Array:
     """Start the product of `decode`'s codes with x: float32 [64, n], to be `_inline.settle`d.
 
@@ -180,6 +198,52 @@ def start(codes: jax.Array, x: Any, over: jax.Array) -> jax.Array:
     out = plgpu.ShapeDtypeStruct((FEATURES, n), jnp.float32, layout=_inline.WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
     return inline(emit)(codes, x, over)
+
+
+def sums(x: Any, r: Any, warpgroup, expert, features, first) -> tuple:
+    """Sums over all inputs, [64, n] of both halves: one product at a time, whose scales follow.
+
+    Another warpgroup's products fill the gaps. What the next one is decoded of is loaded meanwhile, but for a step's
+    first. With `overlap` it is decoded as well: ptxas waits for a product as early as it can, but moves nothing over a
+    loop, such as that of a barrier.
+    """
+    del expert, features
+    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
+
+    def fetched(slot, part, half):
+        return fetch(r.w_ring.at[slot, half, mine], r.table_ring.at[slot, part, half, mine], part)
+
+    def added(slot, part, half, total, product):
+        row = plgpu.load(r.scale_ring.at[slot, part], layout=_COLUMN, optimized=False)
+        power = plgpu.load(r.power_ring.at[slot, part, half, mine], layout=_inline.ROW, optimized=False)
+        return add_scaled(total, power, row, product)
+
+    def meet():
+        plgpu.barrier_arrive(r.meeting.at[warpgroup])
+        plgpu.barrier_wait(r.meeting.at[warpgroup])
+
+    def step(k, carry):
+        *totals, product = carry
+        slot = lax.rem(first + k, jnp.int32(c.stages))
+        plgpu.barrier_wait(r.full.at[slot])
+        order = [*itertools.product(range(x.parts), range(2))]
+        given = fetched(slot, *order[0])
+        for (part, half), then in zip(order, [*order[1:], None], strict=True):
+            ready = c.overlap > 1 and (part, half) != order[0]
+            codes = given if ready else decode(given)
+            product = start(codes, r.x_ring.at[slot, part], product)
+            given = fetched(slot, *then) if then else given
+            if then and c.overlap > 1:
+                given = kept(decode(given))
+                meet()
+            product = _inline.settle(product, 0)
+            totals[half] = added(slot, part, half, totals[half], product)
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[slot])
+        return *totals, product
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), jnp.float32), _inline.WGMMA)
+    return lax.fori_loop(0, x.steps, step, (zero, zero, zero))[:2]
 
 
 def add_scaled(sums: jax.Array, features: jax.Array, rows: jax.Array, product: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ codes: then an instruction multiplies 32 inputs, and the scales of both sides ar
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +245,8 @@ def _scratch(x: Plan) -> dict[str, Any]:
     if c.codes:
         scratch["table_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 8), i32)
         scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features), f32)
+        if c.overlap > 1:
+            scratch["meeting"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.warpgroups)
     elif c.staged:
         scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
@@ -373,7 +374,7 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
         return row, r.filled[tile], weights
 
     given = rows() if c.tokens <= EARLY else None
-    how = _folded_sums if c.codes else _sums8 if c.eight else _sums16
+    how = _expert_codes.sums if c.codes else _sums8 if c.eight else _sums16
     sums = how(x, r, warpgroup, expert, inside, first)
     row, filled, weights = given or rows()
     if r.weight_scale is not None or factor != 1:
@@ -562,41 +563,6 @@ def _sums8(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
         return tuple(sums)
 
     return _steps(x, r, first, ahead, add, whole=c.staged and c.warpgroups == 2)  # four have too few registers
-
-
-def _folded_sums(x: Plan, r: Any, warpgroup, expert, features, first) -> tuple:
-    """One product at a time, over 128 inputs, whose scales follow; another warpgroup's fill the gaps.
-
-    What the next one is decoded of is loaded meanwhile, but for a step's first.
-    """
-    del expert, features
-    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
-
-    def fetched(slot, part, half):
-        return _expert_codes.fetch(r.w_ring.at[slot, half, mine], r.table_ring.at[slot, part, half, mine], part)
-
-    def added(slot, part, half, total, product):
-        row = plgpu.load(r.scale_ring.at[slot, part], layout=COLUMN, optimized=False)
-        power = plgpu.load(r.power_ring.at[slot, part, half, mine], layout=_inline.ROW, optimized=False)
-        return _expert_codes.add_scaled(total, power, row, product)
-
-    def step(k, carry):
-        *sums, product = carry
-        slot = lax.rem(first + k, i32(c.stages))
-        plgpu.barrier_wait(r.full.at[slot])
-        order = [*itertools.product(range(x.parts), range(2))]
-        given = fetched(slot, *order[0])
-        for (part, half), then in zip(order, [*order[1:], None], strict=True):
-            product = _expert_codes.start(_expert_codes.decode(given), r.x_ring.at[slot, part], product)
-            given = fetched(slot, *then) if then else given
-            product = _inline.settle(product, 0)
-            sums[half] = added(slot, part, half, sums[half], product)
-        _inline.release_reads()
-        plgpu.barrier_arrive(r.empty.at[slot])
-        return *sums, product
-
-    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
-    return lax.fori_loop(0, x.steps, step, (zero, zero, zero))[:2]
 
 
 def _finished(x: Plan, r: Any, sums, expert, features, weights) -> tuple:
