@@ -51,7 +51,8 @@ class Config:
     together: bool = False
     """All rows of a tile leave together, with one wait, rather than `block` by `block`; they need shared memory."""
     fused: bool = True
-    """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
+    """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two; those of 128
+    that `codes` has with two `warpgroups`."""
 
     encoder: bool = False
     """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
@@ -211,7 +212,7 @@ def _leaving(c: Config) -> int:
 def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
-    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * 24)
+    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * (40 if c.codes else 24))
     w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (36 if c.codes else 16 if c.staged else 0))
     return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 

@@ -102,7 +102,7 @@ def stages(
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = (x, None) if quantize is None else quantize(x)
-    fused = config.fused and act_group == _requantize.GROUP and ue8m0 and not config.codes
+    fused = config.fused and ue8m0 and (config.warpgroups == 2 if config.codes else act_group == _requantize.GROUP)
     a, scale = product(
         tiles.rows(_expert_codes.permute(codes) if config.codes else _nibbles.permute(codes)),
         w13.reshape((E, F, 2, M // 2) if turns else (E, 2, F, M // 2)),
@@ -115,7 +115,7 @@ def stages(
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), turns),
         weights=None if late else tiles.weights,
         out_dtype=x.dtype if quantize is None or late or fused else f32,
-        permuted=quantize is None or config.codes,
+        permuted=quantize is None or (config.codes and not fused),
         encoded=fused,
     )
     if quantize is not None and not fused:
@@ -202,7 +202,7 @@ def _grouped(
 
     out = {"o": jax.ShapeDtypeStruct((tiles.size, N), x.out_dtype)}
     if x.codes:
-        out["o_scale"] = jax.ShapeDtypeStruct((N // _requantize.GROUP, tiles.size), f32)
+        out["o_scale"] = jax.ShapeDtypeStruct((N // x.shared, tiles.size), f32)
 
     def body(*refs, **scratch):
         given = dict(zip((*inputs, *out), refs, strict=True))
@@ -250,7 +250,9 @@ def _scratch(x: Plan) -> dict[str, Any]:
     elif c.staged:
         scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
-        scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
+        scratch["tops"] = plgpu.SMEM((2, 4 * c.warpgroups, c.tokens) if c.codes else (c.warpgroups, 4, c.tokens), f32)
+        if c.codes:
+            scratch["together"] = plgpu.Barrier(num_arrivals=c.warpgroups)
     if x.codes:
         scratch["tops_tile"] = plgpu.SMEM((c.warpgroups, ALIGNED, x.piece), f32)
     return scratch
@@ -383,7 +385,7 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     scale: Any = None
     if x.encoded:
         value = values[0].astype(x.narrow).astype(f32) if x.late else values[0]
-        scale, inverse = _requantize.scales(value, r.tops.at[warpgroup])
+        scale, inverse = _scales(x, r, warpgroup, value, first)
         values = (value * inverse,) if x.codes else (_requantize.rounded(value, scale, inverse),)
     for at, value in zip(column, values, strict=False):
         if x.together:
@@ -394,13 +396,24 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
             pl.when(i < filled)(lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given))
 
 
+def _scales(x: Plan, r: Any, warpgroup, value, first) -> tuple[jax.Array, jax.Array]:
+    """Of groups, and their inverses; for those of 128 one warpgroup may be a tile ahead of the other, but no more."""
+    if not x.config.codes:
+        return _requantize.scales(value, r.tops.at[warpgroup])
+    tops = r.tops.at[lax.rem(lax.div(first, i32(x.steps)), i32(2))]
+    _requantize.leave_tops(value, tops.at[pl.ds(4 * warpgroup, 4)])
+    plgpu.barrier_arrive(r.together)
+    plgpu.barrier_wait(r.together)
+    return _requantize.joint_scales(tops)
+
+
 def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     """Write some rows of 64 features; TMA leaves out what lies outside the output."""
     tile, rows = r.tile.at[warpgroup], pl.ds(row, x.piece)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if x.codes:
-        _requantize.store_codes(tile, value)
-        _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, 2)], scale)
+        _requantize.store_codes(tile, value, x.config.codes)
+        _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, x.groups)], scale)
     else:
         _store(x, tile, value)
     plgpu.commit_smem()
@@ -409,8 +422,9 @@ def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     def _():
         plgpu.copy_smem_to_gmem(tile, r.o.at[rows, pl.ds(column, FEATURES)])
         if x.codes:
-            groups = pl.ds(lax.div(column, i32(_requantize.GROUP)), 2)
-            plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
+            groups = pl.ds(lax.div(column, i32(x.shared)), x.groups)
+            scales, first = r.tops_tile.at[warpgroup, pl.ds(0, x.groups)], lax.rem(column, i32(x.shared)) == 0
+            pl.when(first)(lambda: plgpu.copy_smem_to_gmem(scales, r.o_scale.at[groups, rows]))
 
 
 def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> None:

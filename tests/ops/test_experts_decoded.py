@@ -75,8 +75,8 @@ def steps_apart(a, b):
         (20, 128, 128, TILE | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, TILE | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
         (20, 64, 64, TILE | {"block": 16}, MEGAMOE),
-        (20, 256, 128, CODES, OSS | {"act_group": 128}),
-        (20, 128, 128, CODES | {"tokens": 32, "block": 16, "together": True, "overlap": 2}, MEGAMOE),
+        (20, 256, 128, CODES | {"fused": False}, OSS | {"act_group": 128}),
+        (20, 128, 128, CODES | {"tokens": 32, "block": 16, "together": True, "overlap": 2, "fused": False}, MEGAMOE),
         (20, 320, 64, TILE | {"overlap": 2, "inputs": 256, "together": True}, OSS),
         (9, 64, 128, TILE | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
@@ -155,6 +155,14 @@ def test_the_shortest_ring_ends_where_a_thread_block_has_several_tiles(config, r
     monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
     args = random_inputs(rng, 12, 2, 3, 384, 128, **MEGAMOE)
     assert steps_apart(kernel(args, **config | {"stages": 2}), reference(args)) < 1 / 100
+
+
+def test_codes_between_the_products_are_those_of_the_quantizer(rng, monkeypatch):
+    """Thread blocks have several tiles of one step, so that a warpgroup may be a tile ahead of the other."""
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
+    args = random_inputs(rng, 9, 2, 3, 128, 256, **MEGAMOE)
+    fused, apart = (kernel(args, **CODES, fused=fused).view(np.int16) for fused in (True, False))
+    np.testing.assert_array_equal(fused, apart)
 
 
 # ---------------------------------------------------------------- its parts
