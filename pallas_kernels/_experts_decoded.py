@@ -364,21 +364,21 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     c, expert = x.config, r.experts[tile]
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
     inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
+    row, filled = r.starts[tile] * x.unit, r.filled[tile]
     factor = 2.0**-_expert_codes.LIFT if c.codes else 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
     if r.weight_scale is not None:
         factor = r.weight_scale[expert] * factor
 
-    def rows():
-        """Where they begin, how many blocks hold anything, and their weights."""
-        row, weights = r.starts[tile] * x.unit, None
-        if r.weights is not None:
-            weights = plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
-        return row, r.filled[tile], weights
+    def routing():
+        if r.weights is None:
+            return None
+        return plgpu.load(r.weights.at[pl.ds(row, c.tokens)], layout=COLUMN, optimized=False)
 
-    given = rows() if c.tokens <= EARLY else None
+    early = c.tokens <= EARLY
+    weights = routing() if early else None
     how = _expert_codes.sums if c.codes else _sums8 if c.eight else _sums16
     sums = how(x, r, warpgroup, expert, inside, first)
-    row, filled, weights = given or rows()
+    weights = weights if early else routing()
     if r.weight_scale is not None or factor != 1:
         sums = tuple(part * factor for part in sums)
     values = _finished(x, r, sums, expert, inside, weights)

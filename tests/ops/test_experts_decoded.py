@@ -142,7 +142,6 @@ def test_codes_are_exact_where_powers_of_a_feature_differ_by_up_to_26(rng):
     assert steps_apart(kernel(args, **CODES), reference(args)) < 1 / 100
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "config",
     [
