@@ -278,7 +278,7 @@ def _block(x: Plan, r: Any) -> None:
             plgpu.set_max_registers(registers[0], action="decrease")
 
         def load(turn, _):
-            if x.parts > 1:
+            if x.parts > 1 or c.codes:
                 _prefetch_scales(x, r, *place(jnp.minimum(turn + 1, count - 1))[:2])
             _load(x, r, *place(turn))
 
