@@ -283,7 +283,7 @@ def test_a_configuration_that_does_not_fit_is_refused(options, config, message, 
 
 def test_the_configurations_for_tuning_are_legal():
     for format in ("none", "fp8_block", "int8"):
-        args: dict[str, Any] = struct(64, 6, 8, 4096, 2048, format=format)
+        args: dict[str, Any] = struct(64, 6, 8, 4096, 2048, format=format) | {"format": format}
         found = list(mosaic.configs(**args))
         assert mosaic.default_config(**args) in found
         assert all(mosaic._illegal(c, 64, 4096, 2048, format) is None for c in found)
