@@ -46,55 +46,47 @@ class Config:
     staged: bool = False
     """The warpgroup that loads decodes the weights' scales as well, once for all; with `eight`, 2 or 4 `warpgroups`."""
     overlap: int = 1
-    """Steps that overlap, without `eight`: one is decoded while the one before multiplies."""
+    """Steps that overlap, without `eight`: one is decoded while the one before multiplies. With `codes` 2: 128
+    inputs of 64 features are decoded while those before multiply, within a step."""
     together: bool = False
     """All rows of a tile leave together, with one wait, rather than `block` by `block`; they need shared memory."""
     fused: bool = True
-    """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two."""
+    """Quantize between the products in the first one's epilogue, if groups are of 32 with powers of two; those of 128
+    that `codes` has with two `warpgroups`."""
 
     encoder: bool = False
     """Quantize x by a kernel of its own rather than by XLA; with `eight`, if groups are of 32 with powers of two."""
-    even: bool = False
-    """Only as many thread blocks work as finish together, see `_expert_rows.share`."""
     codes: bool = False
-    """For many tokens: weights become E4M3 codes in shared memory, and the products are those of `experts` for FP8
-    blocks; a tile is 256 features by `tokens` rows, 64 of each warpgroup. Activations are quantized in groups of 128,
-    even if those of 32 are asked for: see docs/experts.md for what that changes, which is next to nothing."""
+    """With `staged`, for many tokens: the powers of a feature's 128 inputs go into its codes, beside the largest of
+    them (`_expert_codes`). Activations are quantized in groups of 128, even if those of 32 are asked for: see
+    docs/experts.md for what that changes, which is next to nothing."""
 
     def __post_init__(self):
         choices = {"block": (8, 16, 32, 64), "warpgroups": (1, 2, 3, 4), "inputs": (128, 256), "overlap": (1, 2, 4)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
-        most = MOST_EIGHT if self.eight else MOST
+        most = MOST_EIGHT if self.eight and not self.codes else MOST
         if self.tokens % 8 or not 8 <= self.tokens <= most:
             raise ValueError(f"tokens must be a multiple of 8 up to {most}, got {self.tokens}")
         if self.tokens % self.block:
             raise ValueError(f"tokens must be a multiple of block={self.block}, got {self.tokens}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.eight and self.overlap > 1:
-            raise ValueError(f"overlap={self.overlap} is for products without eight")
+        if self.overlap > (2 if self.codes else 1) and self.eight:
+            raise ValueError(f"overlap={self.overlap} is for products without eight; with codes it may be 2")
         if self.encoder and not self.eight:
             raise ValueError("encoder is for products with eight")
-        if self.codes:
-            self._check_codes()
         if self.staged and (not self.eight or self.warpgroups % 2):
             given = f"eight={self.eight} and warpgroups={self.warpgroups}"
             raise ValueError(f"staged needs eight and 2 or 4 warpgroups, got {given}")
-
-    def _check_codes(self) -> None:
-        if self.tokens != 64 * self.warpgroups or self.warpgroups > 2 or self.block != 8:
-            given = f"tokens={self.tokens}, warpgroups={self.warpgroups} and block={self.block}"
-            raise ValueError(f"codes needs 64 rows for each of 1 or 2 warpgroups in blocks of 8, got {given}")
-        for name, known in {"eight": False, "overlap": 1, "together": False}.items():
-            if getattr(self, name) != known:
-                raise ValueError(f"codes needs {name}={known}, got {getattr(self, name)}")
+        if self.codes and not self.staged:
+            raise ValueError("codes needs staged=True, got staged=False")
 
     @property
     def registers(self) -> tuple[int, int] | None:
         """Of a thread that loads and of one that multiplies, None = as they are."""
-        return (STAGED if self.staged else REGISTERS).get(self.warpgroups)
+        return (STAGED if self.staged and not self.codes else REGISTERS).get(self.warpgroups)
 
 
 def why_not(*, x, w13, format, w13_scale, w2_scale, **_) -> str | None:
@@ -157,11 +149,10 @@ def configs(*, x, w13, ids, format, act_group, **more) -> Iterator[Config]:
     mean = x.shape[0] * ids.shape[1] / w13.shape[0]
     fits = x.shape[1] % 256 == 0 and w13.shape[1] % 256 == 0 and more.get("ue8m0", True)
     if _eights(format=format, act_group=act_group) and fits:
-        for warpgroups, even in itertools.product((1, 2) if mean > LIGHT else (1,), (False, True)):
-            how = {"tokens": 64 * warpgroups, "warpgroups": warpgroups, "even": even}
-            yield Config(codes=True, stages=3, **how)
-            if w13.shape[1] % 512 == 0:
-                yield Config(codes=True, stages=2, inputs=256, **how)
+        how = {"block": 16, "warpgroups": 2, "eight": True, "staged": True, "codes": True, "encoder": True}
+        for tokens, stages in itertools.product((64, 96, 112), (2, 3, 4, 5)):
+            for inputs, together in itertools.product((128, 256), (False, True)):
+                yield from _legal(tokens=tokens, stages=stages, inputs=inputs, together=together, **how)
     for eight in (False, True) if _eights(format=format, act_group=act_group) else (False,):
         most = MOST_EIGHT if eight else MOST
         best = min(best_rows(mean), most)
@@ -221,20 +212,20 @@ def _leaving(c: Config) -> int:
 def smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
     x = c.tokens * INPUTS * (1 if c.eight else 2) + (c.tokens * 16 if c.eight else 0)
-    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * 24)
-    w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (16 if c.staged else 0))
+    out = c.warpgroups * (_leaving(c) * FEATURES + c.tokens * (40 if c.codes else 24))
+    w = c.warpgroups * 2 * FEATURES * (INPUTS // 2 + (36 if c.codes else 16 if c.staged else 0))
     return c.stages * (w + x) * (c.inputs // INPUTS) + out + 2048
 
 
 def illegal(c: Config, **args) -> str | None:
-    """None if the configuration fits, else one sentence; args: format, act_group and, with `codes`, ue8m0."""
+    """None if the configuration fits, else one sentence; args: format, act_group and, with `codes`, ue8m0 and sizes."""
     if c.eight and not _eights(**args):
         return f"eight needs mxfp4 weights and act_group, got {args['format']} and {args['act_group']}"
-    if c.codes:  # the rest is for `experts` to say
-        if _eights(**args) and args["ue8m0"]:
-            return None
-        given = ", ".join(str(args[name]) for name in ("format", "act_group", "ue8m0"))
-        return f"codes needs mxfp4 weights, act_group and ue8m0=True, got {given}"
+    if c.codes and not args["ue8m0"]:
+        return "codes needs ue8m0=True, got False"
+    if c.codes and any(size % INPUTS for size in args["sizes"]):
+        M, F = args["sizes"]
+        return f"codes needs M and F in multiples of {INPUTS}, got M={M} and F={F}"
     if (used := smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"tokens={c.tokens}, warpgroups={c.warpgroups}, stages={c.stages}"
         given += f" of inputs={c.inputs}"

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _decode
 from pallas_kernels._decoded_config import Config
 from pallas_kernels._gated import Activation
-from pallas_kernels._nibbles import FEATURES, INPUTS
+from pallas_kernels._nibbles import FEATURES, GROUP, INPUTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,16 @@ class Plan:
     def swizzled(self) -> bool:
         """Results lie in shared memory as `_inline.span` says, where transposing them meets fewer banks twice."""
         return self.together and self.out_dtype.itemsize == 2
+
+    @property
+    def shared(self) -> int:
+        """Features of an encoded result that share a scale."""
+        return INPUTS if self.config.codes else GROUP
+
+    @property
+    def groups(self) -> int:
+        """Such scales of a warpgroup's features."""
+        return max(1, FEATURES // self.shared)
 
     @property
     def codes(self) -> bool:

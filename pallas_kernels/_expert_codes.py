@@ -1,204 +1,115 @@
-"""Weights of four bits as E4M3 codes in shared memory, for FP8 products of experts with many tokens.
+"""MXFP4 weights as E5M2 codes in registers, with the powers of 128 inputs folded in, for FP8 products of many tokens.
 
-An MXFP4 weight is E2M1 times a power of two for each 32 inputs of a feature; FP8 products want one scale for a block of
-128 inputs, as FP8 blocks have it. E2M1 has one bit behind its first, E4M3 three and 15 more exponents, so the powers
-of a block go into its codes, beside the largest of them:
+An MXFP4 weight is E2M1 times a power of two for each 32 inputs of a feature. A product that is scaled once for 128
+inputs wants one power for four such groups: the largest. What the others are smaller by goes into their codes, for
+which E5M2 has room:
 
-    code = e4m3(e2m1 * 2^(LIFT - d)),   d = largest exponent of 128 features x 128 inputs - the group's own
+    code = e5m2(e2m1 * 2^(LIFT - d)),   d = largest exponent of a feature's 128 inputs - the group's own
 
-That is exact for d up to `EXACT`; beyond, codes are rounded to multiples of 2^-9, which is at most 2^-18 of the largest
-number that the block could hold. Eight magnitudes are two registers, and PRMT picks four of them at once.
+E2M1 has one bit behind its first, E5M2 two, so that is exact for d up to `EXACT`; groups that are smaller still become
+zero, which they are but for 2^-27 of the largest number that the feature could hold there. Eight magnitudes are two
+registers, which whoever loads leaves in shared memory for each group, and PRMT picks four of them at once.
+
+The weight is wgmma's A operand. As in `_nibbles` a lane takes sixteen neighbouring inputs of a row out of 64:
+
+    input 64 b + 16 c + 8 m + 4 k + i  goes to place 64 b + 32 m + 16 k + 4 c + i  (lane c of four)
 """
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _expert_rows, _inline, _mosaic, _nibbles
+from pallas_kernels import _decode, _inline, _mosaic, _nibbles
 
-ir, arith, llvm, vector, utils = _inline.ir, _inline.arith, _inline.llvm, _inline.vector, _inline.utils
+ir, arith, llvm, vector = _inline.ir, _inline.arith, _inline.llvm, _inline.vector
+fragments, utils = _inline.fragments, _inline.utils
 
-BLOCK, GROUP = 128, 32
-"""Inputs, and features, that have one scale in the products; inputs that have one in the weight."""
-RAW = 3
-"""Fetches of undecoded weights in flight."""
-LIFT = 6
-"""Of a block's largest power: 6 * 2^6 is the largest E2M1 that E4M3 holds."""
-EXACT = 14
-"""d up to which codes are exact: 1.5 * 2^(6 - 14) is 3 * 2^-9."""
-_DEEPEST = 19
-"""d from which on all codes are zero."""
+FEATURES, INPUTS, GROUP, HALF = _nibbles.FEATURES, _nibbles.INPUTS, 32, 64
+LIFT = 13
+"""Of the largest power: 6 * 2^13 is the largest E2M1 that E5M2 holds."""
+EXACT = 26
+"""d up to which codes are exact: 0.5 * 2^(13 - 26) is 2^-14, the smallest normal number."""
+LOWEST = -22
+"""Exponent of the least scale of a group of 128 activations: that of an amax of 1e-4."""
+_FIRST, _LAST = 0x06040000, 0x0E0C0A08
+"""E5M2 of 0, 0.5, 1 and 1.5, then 2, 3, 4 and 6, a byte each, less an exponent that is added to each but the zero."""
+_ONES = 0x01010101
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_WORDS = 16
+"""Registers of a lane for 64 x 128 codes."""
 _CODE = _decode.Code(kind="e2m1", dtype=jnp.dtype(jnp.bfloat16))
-_STRIDED = plgpu.Layout.WG_STRIDED((BLOCK,), 1)
-
-i32 = jnp.int32
-
-
-def table() -> jax.Array:
-    """int32 [20, 2]: for every d the codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, a byte each."""
-    powers = np.exp2(LIFT - np.arange(_DEEPEST + 1.0))[:, None]
-    codes = (np.asarray(_decode._E2M1) * powers).astype(jnp.float8_e4m3fn)
-    return jnp.asarray(np.ascontiguousarray(codes).view("<i4"))
+_LAYOUT = plgpu.Layout.WG_STRIDED((128 * _WORDS,), 1)
+_OUT = plgpu.ShapeDtypeStruct((128 * _WORDS,), jnp.int32, layout=_LAYOUT)
 
 
-def scratch(features: int, stages: int, parts: int) -> dict[str, Any]:
-    """What a thread block needs besides: undecoded weights of `parts` blocks, and the largest powers on their way."""
-    span = parts * BLOCK // 2
-    return {
-        "raw_ring": plgpu.SMEM((RAW, features, span), jnp.uint8, transforms=_inline.span(span)),
-        "raw_full": plgpu.Barrier(num_arrivals=2, num_barriers=RAW),
-        "tops_ring": plgpu.SMEM((2, 2, 4), i32),
-        "power_ring": plgpu.SMEM((stages, 2), jnp.float32),
-    }
+def permute(x: jax.Array) -> jax.Array:
+    """`x` [..., K] in the order of inputs that the products want; K a multiple of 64."""
+    *rest, K = x.shape
+    y = x.reshape(*rest, K // HALF, 4, 2, 2, 4)  # c m k i
+    first = len(rest) + 1
+    return y.transpose(*range(first), *(first + i for i in (1, 2, 0, 3))).reshape(x.shape)
 
 
-def smem_bytes(features: int, stages: int, parts: int) -> int:
-    """Of `scratch`."""
-    return RAW * features * parts * (BLOCK // 2) + 64 + 8 * stages + 2048
+def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
+    """`ref[...] = permute(value.T)` of a value [64, n], else as `_inline.store_transposed`."""
+    if _mosaic.interpreting():
+        ref[...] = permute(value.T)
+        return
+
+    def emit(context, ref, value):
+        del context
+        thread = utils.thread_idx()
+        # feature 16 c + 8 m + 4 k + i lies in warp c, lanes 4 (4 k + i) to 4 (4 k + i) + 3
+        k_i = arith.addi(_inline.bits(thread, 4, 1, 4), _inline.bits(thread, 2, 3, 0))
+        _inline.scatter(ref, value, arith.addi(k_i, _inline.bits(thread, 5, 3, 2)), 32, swizzled)
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span() if swizzled else ()), _inline.WGMMA))
+    inline(emit)(ref, value)
 
 
 # ---------------------------------------------------------------- the warpgroup that loads
-def load(x: Any, r: Any, place: Any, count: Any) -> None:
-    """Fetch rows and weights of all tiles of a thread block, and decode the weights.
+def tables(words: jax.Array) -> jax.Array:
+    """int32 [n, 4, 2]: for every group of int32 words [n] of four powers the codes of E2M1's eight magnitudes."""
+    d = jnp.max(_bytes(words), 1, keepdims=True) - _bytes(words)
+    exponent = (EXACT + 1 - d) << 2
+    both = jnp.stack([_FIRST + exponent * (_ONES - 1), _LAST + exponent * _ONES], -1)
+    return jnp.where((d <= EXACT)[..., None], both, 0)
+
+
+def store_tables(ref: Any, powers: Any, words: jax.Array) -> None:
+    """Leave tables and largest powers of two of each feature.
 
     Args:
-        x: plan of the product.
-        r: its references.
-        place: of a turn the tile, which of the tiles side by side, and the number of its first step.
-        count: turns.
-    """
-    c, total = x.config, count * x.steps
-    parts = 2 if c.whole else 1
-    fetches = lax.div(total, i32(parts))
-
-    def where(at):
-        turn = lax.div(at, i32(x.steps))
-        tile, across, first = place(turn)
-        return tile, across, at - first
-
-    def fetch(number):
-        tile, across, k = where(number * parts)
-        slot, width = lax.rem(number, i32(RAW)), parts * BLOCK // 2
-        for half in range(2):
-            inputs = pl.ds(k * (BLOCK // 2), width)
-            weight = _expert_rows.weight(x, r, r.experts[tile], across, half, inputs)
-            to = r.raw_ring.at[slot, pl.ds(half * c.half, c.half)]
-            plgpu.copy_gmem_to_smem(weight, to, r.raw_full.at[slot])
-
-    def scales(at):
-        tile, across, k = where(jnp.clip(at, 0, jnp.maximum(total - 1, 0)))
-        lines = [_nibbles.Lines(r.weight_scale, half=half if x.act else 0, turns=x.turns) for half in range(2)]
-        starts = [across * x.width + (0 if x.act else half * c.half) for half in range(2)]
-        given = zip(lines, starts, strict=True)
-        return tuple(_nibbles.load_lines(line, r.experts[tile], at, k, BLOCK, x.N - BLOCK // 2) for line, at in given)
-
-    def step(at, carry, part, number):
-        now, later = carry
-        tile, _, k = where(at)
-        slot, raw = lax.rem(at, i32(c.stages)), lax.rem(number, i32(RAW))
-        pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-        _expert_rows.fetch(x, r, tile, k, slot)
-        leave_largest(r.tops_ring.at[lax.rem(at + 1, i32(2))], later)
-        if part == 0:
-            plgpu.barrier_wait(r.raw_full.at[raw])
-        tops = r.tops_ring.at[lax.rem(at, i32(2))]
-        decode(r.b_ring.at[slot, 0], r.power_ring.at[slot], r.raw_ring.at[raw], now, tops, r.table, part)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(r.full.at[slot])
-        return later, scales(at + 2)
-
-    def steps(number, carry):
-        for part in range(parts):
-            carry = step(number * parts + part, carry, part, number)
-        pl.when(number + RAW < fetches)(lambda: fetch(number + RAW))
-        return carry
-
-    for i in range(RAW):
-        pl.when(fetches > i)(lambda i=i: fetch(i32(i)))
-    now = scales(i32(0))
-    leave_largest(r.tops_ring.at[0], now)
-    plgpu.commit_smem()
-    lax.fori_loop(0, fetches, steps, (now, scales(i32(1))))
-
-
-def leave_largest(tops: Any, words: tuple[jax.Array, ...]) -> None:
-    """The largest byte of each half's words and each 32 features, int32 [2, 4] in shared memory.
-
-    Args:
-        tops: where.
-        words: of `_nibbles.load_lines`, int32 [128] of each half.
+        ref: int32 [128 n, 8] in plain shared memory, see `tables`.
+        powers: float32 [128 n], likewise: `2^(byte - 127)` of the largest byte, NaN for 255.
+        words: int32 [128 n] of `_nibbles.load_lines`.
     """
     if _mosaic.interpreting():
-        tops[...] = jnp.stack([jnp.max(_bytes(x), 1).reshape(4, -1).max(1) for x in words])
+        ref[...] = tables(words).reshape(ref.shape)
+        powers[...] = _nibbles.power(jnp.max(_bytes(words), 1), 0)
         return
 
-    def emit(context, tops, *words):
+    def emit(context, ref, powers, words):
         del context
-        e = _Emitter()
-        warp = _inline.bits(utils.thread_idx(), 5, 3, 2)
-        for half, word in enumerate(words):
-            largest = e.largest(e.word(word))
-            e.store(tops, arith.addi(warp, e.const(16 * half)), [largest])
+        e, thread = _Emitter(), _inline.bits(utils.thread_idx(), 0, 127, 0)
+        for i, register in enumerate(words.registers.flat):
+            given = [_inline.bits(e.element(register, 0), 8 * s, 255, 0) for s in range(4)]
+            top = e.top(given)
+            row = arith.addi(thread, e.const(128 * i))
+            e.store(powers, arith.shli(row, e.const(2)), [e.power(top)])
+            parts = [x for byte in given for x in e.table(arith.subi(top, byte))]
+            for half in range(2):
+                at = arith.addi(arith.shli(row, e.const(5)), e.const(16 * half))
+                e.store(ref, at, parts[4 * half : 4 * half + 4])
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _STRIDED, _STRIDED))
-    inline(emit)(tops, *words)
-
-
-def decode(out: Any, powers: Any, raw: Any, words: tuple[jax.Array, ...], tops: Any, codes: Any, part: int = 0) -> None:
-    """Both halves' codes and their scales, but for `2^-LIFT`.
-
-    Args:
-        out: float8_e4m3fn [256, 128] in shared memory, see `_inline.span`.
-        powers: float32 [2], likewise.
-        raw: uint8 [256, 64] or [256, 128], swizzled by spans of their rows.
-        words: int32 [128] of each half: the powers of a feature's four groups, a byte each.
-        tops: what `leave_largest` left of them.
-        codes: `table` in global memory.
-        part: which 64 bytes of the rows of `raw`.
-    """
-    width = raw.shape[1]
-    if _mosaic.interpreting():
-        largest = jnp.max(tops[...], 1)
-        for half, word in enumerate(words):
-            d = jnp.minimum(largest[half] - _bytes(word), _DEEPEST)
-            power = lax.bitcast_convert_type((127 + LIFT - d) << 23, jnp.float32)
-            given = raw[half * BLOCK : (half + 1) * BLOCK, part * BLOCK // 2 : (part + 1) * BLOCK // 2]
-            nibbles = jnp.stack([given & 15, given >> 4], -1).reshape(BLOCK, BLOCK)
-            values = _decode.values(_CODE, nibbles, None, None).astype(jnp.float32) * jnp.repeat(power, GROUP, 1)
-            out[half * BLOCK : (half + 1) * BLOCK] = values.astype(out.dtype)
-        powers[...] = _nibbles.power(largest, 0)
-        return
-
-    def emit(context, out, powers, raw, first, second, tops, codes):
-        del context
-        e = _Emitter()
-        row = e.opaque(_inline.bits(utils.thread_idx(), 0, BLOCK - 1, 0))
-        swizzle = _inline.bits(row, 0, 7, 0)
-        raw_swizzle = swizzle if width == BLOCK else _inline.bits(row, 1, 3, 0)
-        for half, word in enumerate((e.word(first), e.word(second))):
-            largest = e.load(tops, e.const(16 * half), 16)
-            top = e.top(largest)
-            e.store(powers, e.const(4 * half), [e.power(top)])
-            for group in range(BLOCK // GROUP):
-                d = arith.minsi(arith.subi(top, _inline.bits(word, 8 * group, 255, 0)), e.const(_DEEPEST))
-                magnitudes = e.load(codes, arith.shli(d, e.const(3)), 8)
-                at = arith.shli(arith.xori(raw_swizzle, e.const(4 * part + group)), e.const(4))
-                at = arith.addi(arith.addi(arith.muli(row, e.const(width)), at), e.const(half * BLOCK * width))
-                given = e.load(raw, at, 16)
-                for pair in range(2):
-                    chunk = arith.shli(arith.xori(swizzle, e.const(2 * group + pair)), e.const(4))
-                    to = arith.addi(arith.addi(arith.shli(row, e.const(7)), chunk), e.const(half * BLOCK * BLOCK))
-                    e.store(out, to, [x for w in given[2 * pair : 2 * pair + 2] for x in e.codes(w, magnitudes)])
-
-    spans = (_inline.span(), (), _inline.span(width))
-    types = (*map(plgpu.RefType, spans), _STRIDED, _STRIDED, plgpu.RefType(), plgpu.RefType())
-    inline: Any = plgpu.inline_mgpu(arg_types=types)
-    inline(emit)(out, powers, raw, *words, tops, codes)
+    strided = plgpu.Layout.WG_STRIDED(words.shape, 1)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), strided))
+    inline(emit)(ref, powers, words)
 
 
 def _bytes(words: jax.Array) -> jax.Array:
@@ -206,36 +117,203 @@ def _bytes(words: jax.Array) -> jax.Array:
     return jnp.stack([(words >> 8 * i) & 255 for i in range(4)], 1)
 
 
-class _Emitter(_decode._Emitter):
-    """The instructions of `leave_largest` and `decode`."""
+# ---------------------------------------------------------------- those that multiply
+def fetch(words: Any, tables: Any, part: int = 0) -> jax.Array:
+    """Load what `decode` takes.
 
-    def __init__(self):
-        super().__init__(_CODE)
+    Args:
+        words: E2M1 codes, uint8 [64, 64] or [64, 128] in shared memory, swizzled by spans of their rows.
+        tables: int32 [64, 8] of `store_tables`.
+        part: which 64 bytes of the rows of words.
+    """
+    if _mosaic.interpreting():
+        picked = _nibbles._part(words, part)
+        codes = jnp.stack([picked & 15, picked >> 4], -1).reshape(FEATURES, INPUTS)
+        raw = tables[...].reshape(FEATURES, 4, 2)
+        magnitudes = jnp.stack([(raw >> 8 * i) & 255 for i in range(4)], -1).reshape(FEATURES, 4, 8)
+        magnitudes = lax.bitcast_convert_type(magnitudes.astype(jnp.uint8), jnp.float8_e5m2).astype(jnp.float32)
+        magnitudes = jnp.repeat(magnitudes, GROUP, 1)
+        value = sum(jnp.where(codes & 7 == i, magnitudes[:, :, i], 0) for i in range(8))
+        return permute(jnp.where(codes > 7, -value, value))
+    width = words.shape[1]
 
-    def word(self, array):
-        return self.element(array.registers.item(), 0)
+    def emit(context, words, tables):
+        del context
+        return _inline.words(_Emitter(width, part).fetched(words, tables), _LAYOUT, (128 * _WORDS,))
 
-    def opaque(self, x):
-        """`x`, of which the compiler knows nothing: it adds constants where it would otherwise set bits, which takes a
-        register for each address.
-        """
-        return llvm.inline_asm(self.i32, [x], "mov.b32 $0, $1;", "=r,r", asm_dialect=0, has_side_effects=False)
+    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span(width)), plgpu.RefType()), return_type=_OUT)
+    return inline(emit)(words, tables)
+
+
+def decode(fetched: jax.Array) -> jax.Array:
+    """The A operand of 64 features and 128 inputs, for `start`."""
+    if _mosaic.interpreting():
+        return fetched
+
+    def emit(context, fetched):
+        del context
+        e = _Emitter()
+        given = [e.element(register, 0) for register in fetched.registers.flat]
+        return _inline.words(e.operand(given), _LAYOUT, (128 * _WORDS,))
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_OUT)
+    return inline(emit)(fetched)
+
+
+def kept(codes: jax.Array) -> jax.Array:
+    """`codes`, which LLVM must have by now."""
+    if _mosaic.interpreting():
+        return codes
+
+    def emit(context, codes):
+        del context
+        e = _Emitter()
+        given = [e.element(register, 0) for register in codes.registers.flat]
+        return _inline.words(_inline.assembly([], given, _WORDS, [], jnp.int32), _LAYOUT, (128 * _WORDS,))
+
+    inline: Any = plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_OUT)
+    return inline(emit)(codes)
+
+
+def start(codes: jax.Array, x: Any, over: jax.Array) -> jax.Array:
+    """Start the product of `decode`'s codes with x: float32 [64, n], to be `_inline.settle`d.
+
+    Args:
+        codes: of `decode`; they must stay until then.
+        x: float8_e4m3fn [n, 128] in the order of `permute`, see `_inline.span`.
+        over: float32 [64, n], settled and used up by now, whose registers this one takes.
+    """
+    n = x.shape[0]
+    if _mosaic.interpreting():
+        rows = x[...].astype(jnp.float32)
+        return lax.dot_general(codes, rows, (((1,), (1,)), ((), ())), precision="highest")
+
+    def emit(context, codes, x, over):
+        del context
+        e = _Emitter()
+        given = [e.element(register, 0) for register in codes.registers.flat]
+        return _inline.array(e.issued(given, x, _inline.registers(over), n), n, jnp.float32)
+
+    types = (_LAYOUT, plgpu.RefType(_inline.span()), _inline.WGMMA)
+    out = plgpu.ShapeDtypeStruct((FEATURES, n), jnp.float32, layout=_inline.WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
+    return inline(emit)(codes, x, over)
+
+
+def sums(x: Any, r: Any, warpgroup, expert, features, first) -> tuple:
+    """Sums over all inputs, [64, n] of both halves: one product at a time, whose scales follow.
+
+    Another warpgroup's products fill the gaps. What the next one is decoded of is loaded meanwhile, but for a step's
+    first. With `overlap` it is decoded as well: ptxas waits for a product as early as it can, but moves nothing over a
+    loop, such as that of a barrier.
+    """
+    del expert, features
+    c, mine = x.config, pl.ds(warpgroup * FEATURES, FEATURES)
+
+    def fetched(slot, part, half):
+        return fetch(r.w_ring.at[slot, half, mine], r.table_ring.at[slot, part, half, mine], part)
+
+    def added(slot, part, half, total, product):
+        row = plgpu.load(r.scale_ring.at[slot, part], layout=_COLUMN, optimized=False)
+        power = plgpu.load(r.power_ring.at[slot, part, half, mine], layout=_inline.ROW, optimized=False)
+        return add_scaled(total, power, row, product)
+
+    def meet():
+        plgpu.barrier_arrive(r.meeting.at[warpgroup])
+        plgpu.barrier_wait(r.meeting.at[warpgroup])
+
+    def step(k, carry):
+        *totals, product = carry
+        slot = lax.rem(first + k, jnp.int32(c.stages))
+        plgpu.barrier_wait(r.full.at[slot])
+        order = [*itertools.product(range(x.parts), range(2))]
+        given = fetched(slot, *order[0])
+        for (part, half), then in zip(order, [*order[1:], None], strict=True):
+            ready = c.overlap > 1 and (part, half) != order[0]
+            codes = given if ready else decode(given)
+            product = start(codes, r.x_ring.at[slot, part], product)
+            given = fetched(slot, *then) if then else given
+            if then and c.overlap > 1:
+                given = kept(decode(given))
+                meet()
+            product = _inline.settle(product, 0)
+            totals[half] = added(slot, part, half, totals[half], product)
+        _inline.release_reads()
+        plgpu.barrier_arrive(r.empty.at[slot])
+        return *totals, product
+
+    zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), jnp.float32), _inline.WGMMA)
+    return lax.fori_loop(0, x.steps, step, (zero, zero, zero))[:2]
+
+
+def add_scaled(sums: jax.Array, features: jax.Array, rows: jax.Array, product: jax.Array) -> jax.Array:
+    """`sums + product * (features[:, None] * rows)` in float32: both scales first, for which no product is waited.
+
+    Args:
+        sums: float32 [64, n] in the layout of wgmma.
+        features: float32 [64] in that of its rows.
+        rows: float32 [n] in that of its columns.
+        product: float32 [64, n].
+    """
+    if _mosaic.interpreting():
+        return sums + product * (features[:, None] * rows)
+
+    def emit(context, sums, features, rows, product):
+        del context
+        shape, layout = sums.shape, fragments.WGMMA_LAYOUT
+        scale = features.broadcast_in_dim(shape, (0,), layout) * rows.broadcast_in_dim(shape, (1,), layout)
+        return _inline.multiply_add(product, scale, sums)
+
+    out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=_inline.WGMMA)
+    types = (_inline.WGMMA, _inline.ROW, _inline.WGMMA.reduce(0), _inline.WGMMA)
+    inline: Any = plgpu.inline_mgpu(arg_types=types, return_type=out)
+    return inline(emit)(sums, features, rows, product)
+
+
+class _Emitter(_nibbles._Emitter):
+    """The instructions of this file."""
+
+    def __init__(self, width: int = 64, part: int = 0):
+        super().__init__(_CODE, "ue8m0", width, part)
 
     def top(self, values):
         """The largest of four."""
         a, b, c, d = values
         return arith.maxui(arith.maxui(a, b), arith.maxui(c, d))
 
-    def largest(self, word):
-        """The largest byte of all of a warp's words."""
-        mine = self.top([_inline.bits(word, 8 * i, 255, 0) for i in range(4)])
-        asm = "redux.sync.max.u32 $0, $1, 0xffffffff;"
-        return llvm.inline_asm(self.i32, [mine], asm, "=r,r", asm_dialect=0, has_side_effects=True)
-
     def power(self, byte):
         """The bits of float32 `2^(byte - 127)`; 255 is NaN."""
         nan = _inline.bits(arith.addi(byte, self.const(1)), 8, 1, 22)
         return arith.ori(arith.maxui(arith.shli(byte, self.const(23)), self.const(1 << 22)), nan)
+
+    def table(self, d):
+        """The eight codes of a group whose power is 2^-d of the largest."""
+        exponent = arith.shli(arith.subi(self.const(EXACT + 1), d), self.const(2))
+        some = arith.cmpi(arith.CmpIPredicate.ule, d, self.const(EXACT))
+        both = ((_FIRST, _ONES - 1), (_LAST, _ONES))
+        found = [arith.addi(arith.muli(exponent, self.const(ones)), self.const(base)) for base, ones in both]
+        return [arith.select(some, x, self.const(0)) for x in found]
+
+    def fetched(self, words, tables):
+        """For both rows and both halves of inputs two words, and the codes of the magnitudes."""
+        given, lane = self.lane_words(words), self.masked(utils.thread_idx(), 3)
+        start = arith.addi(self.right(_nibbles._row(), -5), self.right(self.right(lane, 1), -3))
+        found = []
+        for h in range(2):
+            for b in range(2):
+                found += given[4 * h + 2 * b : 4 * h + 2 * b + 2]
+                found += self.load(tables, arith.addi(start, self.const(256 * h + 16 * b)), 8)
+        return found
+
+    def operand(self, fetched):
+        """Four registers for each of four instructions."""
+        rows = []
+        for h in range(2):
+            codes = []
+            for at in (8 * h, 8 * h + 4):
+                codes += [self.codes(word, fetched[at + 2 : at + 4]) for word in fetched[at : at + 2]]
+            rows.append(codes)
+        return [rows[h][step][k] for step in range(4) for k in range(2) for h in range(2)]
 
     def codes(self, word, magnitudes):
         """Eight codes of a word in their order, two registers."""
@@ -246,6 +324,21 @@ class _Emitter(_decode._Emitter):
             sign = self.permute(even, word, self.const(signs))
             out.append(self.picked(sign, 0x80808080, self.permute(low, high, selected)))
         return out
+
+    def issued(self, codes, x, over, n: int):
+        """Four instructions over 128 inputs, the first of which overwrites its registers."""
+        base, step = _inline.descriptor(x, n)
+        count = n // 2
+        first = count + len(over)
+        acc = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+        lines = [".reg .pred p;", ".reg .b64 db;", "setp.ne.b32 p, 0, 0;", "wgmma.fence.sync.aligned;"]
+        for k in range(4):
+            a = "{" + ", ".join(f"${first + 4 * k + i}" for i in range(4)) + "}"
+            lines += [f"add.s64 db, ${first + _WORDS}, {step * k};"]
+            lines += [f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e5m2.e4m3 {acc}, {a}, db, p, 1, 1;"]
+            lines += ["setp.eq.b32 p, 0, 0;"] if k == 0 else []
+        lines += ["wgmma.commit_group.sync.aligned;"]
+        return _inline.assembly(lines, over, count, [*((c, "r") for c in codes), (base, "l")], jnp.float32)
 
     def store(self, ref, offset, values):
         """Words at a byte offset."""

@@ -13,17 +13,9 @@ FEW = 16
 i32 = jnp.int32
 
 
-def share(total: Any, blocks: int, me: Any, even: bool) -> tuple[Any, Any]:
-    """How many of `total` tiles a thread block takes, and how many thread blocks take turns.
-
-    `even`: only as many as finish together, in the turns that all would need. What a memory delivers is theirs in full;
-    with all of them the last tiles would be left to a few, which cannot ask for as much.
-    """
-    if not even:
-        return lax.div(total - me + (blocks - 1), i32(blocks)), i32(blocks)
-    turns = lax.div(total + (blocks - 1), i32(blocks))
-    taking = jnp.maximum(lax.div(total + (turns - 1), jnp.maximum(turns, 1)), 1)
-    return jnp.where(me < taking, lax.div(total - me + (taking - 1), taking), 0), taking
+def share(total: Any, blocks: int, me: Any) -> Any:
+    """How many of `total` tiles thread block `me` of some takes: its number and every so many further."""
+    return lax.div(total - me + (blocks - 1), i32(blocks))
 
 
 def first_row(x: Any, r: Any, tile):
@@ -49,22 +41,19 @@ def fetch(x: Any, r: Any, tile, k, slot) -> None:
     c, full, row = x.config, r.full.at[slot], input_row(x, r, tile)
     scales = tile * x.loaded if x.tiled else row
     few = None if c.shared else r.filled[tile] <= FEW // x.unit
-    share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
-    for i in range(c.spans):
-        span = k * c.spans + i
 
-        def rows(count, i=i, span=span):
-            given = r.rows.at[pl.ds(row, count), pl.ds(span * x.inputs, x.inputs)]
-            plgpu.copy_gmem_to_smem(given, r.a_ring.at[slot, i, pl.ds(0, count)], full, **share)
+    def rows(count):
+        given = r.rows.at[pl.ds(row, count), pl.ds(k * x.inputs, x.inputs)]
+        plgpu.copy_gmem_to_smem(given, r.a_ring.at[slot, pl.ds(0, count)], full)
 
-        if few is None:
-            rows(x.loaded)
-        else:
-            pl.when(few)(lambda rows=rows: rows(FEW))
-            pl.when(jnp.logical_not(few))(lambda rows=rows: rows(x.loaded))
-        if x.blocks:
-            to = r.scale_ring.at[slot, i, pl.ds(0, x.loaded)]
-            plgpu.copy_gmem_to_smem(r.row_scale.at[span, pl.ds(scales, x.loaded)], to, full)
+    if few is None:
+        rows(x.loaded)
+    else:
+        pl.when(few)(lambda: rows(FEW))
+        pl.when(jnp.logical_not(few))(lambda: rows(x.loaded))
+    if x.blocks:
+        to = r.scale_ring.at[slot, pl.ds(0, x.loaded)]
+        plgpu.copy_gmem_to_smem(r.row_scale.at[k, pl.ds(scales, x.loaded)], to, full)
 
 
 def load(x: Any, r: Any, tile, across, first) -> None:
@@ -76,10 +65,8 @@ def load(x: Any, r: Any, tile, across, first) -> None:
         slot = lax.rem(at, i32(c.stages))
         pl.when(at >= c.stages)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
         for half in range(2):
-            for i in range(c.spans):
-                inputs = pl.ds((k * c.spans + i) * x.inputs, x.inputs)
-                where = r.b_ring.at[slot, i, pl.ds(half * c.half, c.half)]
-                plgpu.copy_gmem_to_smem(weight(x, r, expert, across, half, inputs), where, r.full.at[slot])
+            given = weight(x, r, expert, across, half, pl.ds(k * x.inputs, x.inputs))
+            plgpu.copy_gmem_to_smem(given, r.b_ring.at[slot, pl.ds(half * c.half, c.half)], r.full.at[slot])
         fetch(x, r, tile, k, slot)
 
     lax.fori_loop(0, x.steps, step, None)

@@ -38,8 +38,8 @@ def sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, j
     return (_block_sums if x.config.half == ROWS else _wide_sums)(x, r, warpgroup, expert, across, first)
 
 
-def _operands(r: Any, warpgroup, slot, span):
-    return r.a_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)], r.b_ring.at[slot, span].T
+def _operands(r: Any, warpgroup, slot):
+    return r.a_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)], r.b_ring.at[slot].T
 
 
 def _plain_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Array, jax.Array]:
@@ -52,9 +52,8 @@ def _plain_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.A
             at = first + k
             slot = lax.rem(at, i32(c.stages))
             plgpu.barrier_wait(r.full.at[slot])
-            for span in range(c.spans):
-                plgpu.wgmma(sums, *_operands(r, warpgroup, slot, span))
-            plgpu.wgmma_wait(c.spans)
+            plgpu.wgmma(sums, *_operands(r, warpgroup, slot))
+            plgpu.wgmma_wait(1)
             before = lax.rem(at + (c.stages - 1), i32(c.stages))
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(r.empty.at[before]))
 
@@ -74,29 +73,26 @@ def _block_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.A
     FP8 tensor cores keep about 14 bits of a running sum, so 128 inputs are as far as they go.
     """
     c = x.config
-    blocks = x.steps * c.spans
     scales = _weight_scales(x, r, expert, across)
 
     def add(k, sums, weight_scales):
-        """Blocks k, k + 1, ...; the first one starts a step."""
+        """Blocks k, k + 1, ..."""
 
         def products(*parts):
             total = list(sums)
-            at = [(lax.rem(first + lax.div(k, i32(c.spans)) + i // c.spans, i32(c.stages)), i % c.spans) for i in where]
-            for (slot, span), part in zip(at, parts, strict=True):
-                if span == 0:
-                    plgpu.barrier_wait(r.full.at[slot])
-                plgpu.wgmma(part, *_operands(r, warpgroup, slot, span))
-            for i, ((slot, span), part) in enumerate(zip(at, parts, strict=True)):
+            at = [lax.rem(first + k + i, i32(c.stages)) for i in where]
+            for slot, part in zip(at, parts, strict=True):
+                plgpu.barrier_wait(r.full.at[slot])
+                plgpu.wgmma(part, *_operands(r, warpgroup, slot))
+            for i, (slot, part) in enumerate(zip(at, parts, strict=True)):
                 scale = None
                 if x.blocks:
-                    rows = r.scale_ring.at[slot, span, pl.ds(warpgroup * ROWS, ROWS)]
+                    rows = r.scale_ring.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
                     scale = plgpu.load(rows, layout=ROW, optimized=False)
                 value = plgpu.wgmma_accumulator_load(part, wait_n=len(parts) - 1 - i)
-                if span == c.spans - 1:
-                    if x.blocks and _mosaic.interpreting():
-                        plgpu.commit_smem()  # the race detector wants a fence behind loads; the card does not
-                    plgpu.barrier_arrive(r.empty.at[slot])
+                if x.blocks and _mosaic.interpreting():
+                    plgpu.commit_smem()  # the race detector wants a fence behind loads; the card does not
+                plgpu.barrier_arrive(r.empty.at[slot])
                 for half in range(2):
                     mine = value[:, half * c.half : (half + 1) * c.half]
                     if scale is not None:
@@ -109,27 +105,25 @@ def _block_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.A
             sums = pl.run_scoped(products, *[_mosaic.ACC((ROWS, 2 * c.half), f32) for _ in where])
         return sums
 
-    count = max(TOGETHER, c.spans)
-
     def step(n, carry):
         sums, now = carry
-        ahead = scales((n + 1) * count, count)
-        return add(n * count, sums, now), ahead
+        ahead = scales((n + 1) * TOGETHER, TOGETHER)
+        return add(n * TOGETHER, sums, now), ahead
 
     zero = plgpu.layout_cast(jnp.zeros((ROWS, c.half), f32), WGMMA)
-    whole, rest = divmod(blocks, count)
-    sums, now = lax.fori_loop(0, whole, step, ((zero, zero), scales(0, count)))
-    return add(whole * count, sums, now[:rest]) if rest else sums
+    whole, rest = divmod(x.steps, TOGETHER)
+    sums, now = lax.fori_loop(0, whole, step, ((zero, zero), scales(0, TOGETHER)))
+    return add(whole * TOGETHER, sums, now[:rest]) if rest else sums
 
 
 def _weight_scales(x: Any, r: Any, expert, across):
     """`scales(k, count)`: those of blocks k, k + 1, ... for both halves, or None."""
     distance = x.N if x.act else x.config.half  # from the features of one half to those of the other
     lines = [lax.div(across * x.width + half * distance, i32(BLOCK)) for half in range(2)]
-    last = x.steps * x.config.spans - 1
+    last = x.steps - 1
 
     def scales(k, count):
-        if not x.blocks or x.packed:
+        if not x.blocks:
             return (None,) * count
         at = [jnp.minimum(k + i, last) for i in range(count)]
         return tuple(tuple(r.weight_scale[expert, line, i] for line in lines) for i in at)
@@ -147,13 +141,12 @@ def _wide_sums(x: Any, r: Any, warpgroup, expert, across, first) -> tuple[jax.Ar
             slot = lax.rem(first + k + i, i32(c.stages))
             plgpu.barrier_wait(r.full.at[slot])
             scale = None
-            now = [r.power_ring[slot, half] for half in range(2)] if x.packed else now
             for half in range(2):
                 rows, features = pl.ds(warpgroup * ROWS, ROWS), pl.ds(half * c.half, c.half)
-                a, b = r.a_ring.at[slot, 0, rows], r.b_ring.at[slot, 0, features]
+                a, b = r.a_ring.at[slot, rows], r.b_ring.at[slot, features]
                 product = _inline.start(a, b, over=product)
                 if x.blocks and half == 0:
-                    scale = plgpu.load(r.scale_ring.at[slot, 0, rows], layout=ROW, optimized=False)
+                    scale = plgpu.load(r.scale_ring.at[slot, rows], layout=ROW, optimized=False)
                 product = _inline.settle(product, 0)
                 if half == 1:
                     _inline.release_reads()

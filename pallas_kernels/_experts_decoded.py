@@ -5,7 +5,8 @@ from registers, and a tile is 64 features of each warpgroup by `tokens` rows of 
 same registers. Weights and scales are loaded as checkpoints have them (`_nibbles`): nothing is packed or padded.
 
 Activations are 16-bit numbers (FP8 codes times powers of two are exact in bfloat16), or with `eight` float8_e4m3fn
-codes: then an instruction multiplies 32 inputs, and the scales of both sides are applied to its float32 result.
+codes: then an instruction multiplies 32 inputs, and the scales of both sides are applied to its float32 result; with
+`codes` 128 inputs, see `_expert_codes`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _expert_rows, _inline, _mosaic, _nibbles, _requantize, _routing
+from pallas_kernels import _decode, _expert_codes, _expert_rows, _inline, _mosaic, _nibbles, _requantize, _routing
 from pallas_kernels._decoded_config import Config, configs, default_config, illegal, why_not
 from pallas_kernels._decoded_plan import Plan
 from pallas_kernels._gated import Activation
@@ -93,7 +94,7 @@ def stages(
         ValueError: `config` does not fit these arguments.
     """
     M, E, F = x.shape[1], w13.shape[0], w13.shape[1] // 2
-    if reason := illegal(config, format=format, act_group=act_group):
+    if reason := illegal(config, format=format, act_group=act_group, ue8m0=ue8m0, sizes=(M, F)):
         raise ValueError(f"experts: {reason}")
     which = _routing.local_experts(ids, E, expert_map)
     tiles = _routing.sorted_tiles(which, weights, E, config.tokens // config.block, config.block)
@@ -101,9 +102,9 @@ def stages(
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = (x, None) if quantize is None else quantize(x)
-    fused = config.fused and act_group == _requantize.GROUP and ue8m0
+    fused = config.fused and ue8m0 and (config.warpgroups == 2 if config.codes else act_group == _requantize.GROUP)
     a, scale = product(
-        tiles.rows(_nibbles.permute(codes)),
+        tiles.rows(_expert_codes.permute(codes) if config.codes else _nibbles.permute(codes)),
         w13.reshape((E, F, 2, M // 2) if turns else (E, 2, F, M // 2)),
         F,
         act=act,
@@ -114,12 +115,12 @@ def stages(
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), turns),
         weights=None if late else tiles.weights,
         out_dtype=x.dtype if quantize is None or late or fused else f32,
-        permuted=quantize is None,
+        permuted=quantize is None or (config.codes and not fused),
         encoded=fused,
     )
     if quantize is not None and not fused:
         a, scale = quantize(a)
-        a = _nibbles.permute(a)
+        a = a if config.codes else _nibbles.permute(a)  # groups of 128 hold what is permuted
     y, _ = product(
         a,
         w2,
@@ -201,7 +202,7 @@ def _grouped(
 
     out = {"o": jax.ShapeDtypeStruct((tiles.size, N), x.out_dtype)}
     if x.codes:
-        out["o_scale"] = jax.ShapeDtypeStruct((N // _requantize.GROUP, tiles.size), f32)
+        out["o_scale"] = jax.ShapeDtypeStruct((N // x.shared, tiles.size), f32)
 
     def body(*refs, **scratch):
         given = dict(zip((*inputs, *out), refs, strict=True))
@@ -241,10 +242,17 @@ def _scratch(x: Plan) -> dict[str, Any]:
     }
     if c.eight:
         scratch["scale_ring"] = plgpu.SMEM((c.stages, x.parts * ALIGNED, c.tokens), f32)
-    if c.staged:
+    if c.codes:
+        scratch["table_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 8), i32)
+        scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features), f32)
+        if c.overlap > 1:
+            scratch["meeting"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.warpgroups)
+    elif c.staged:
         scratch["power_ring"] = plgpu.SMEM((c.stages, x.parts, 2, x.features, 4), f32)
     if x.encoded:
-        scratch["tops"] = plgpu.SMEM((c.warpgroups, 4, c.tokens), f32)
+        scratch["tops"] = plgpu.SMEM((2, 4 * c.warpgroups, c.tokens) if c.codes else (c.warpgroups, 4, c.tokens), f32)
+        if c.codes:
+            scratch["together"] = plgpu.Barrier(num_arrivals=c.warpgroups)
     if x.codes:
         scratch["tops_tile"] = plgpu.SMEM((c.warpgroups, ALIGNED, x.piece), f32)
     return scratch
@@ -256,11 +264,11 @@ def _block(x: Plan, r: Any) -> None:
     c, blocks, me = x.config, lax.axis_size("block"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     registers = c.registers
-    count, taking = _expert_rows.share(r.count[0] * x.across, blocks, me, c.even)
+    count = _expert_rows.share(r.count[0] * x.across, blocks, me)
 
     def place(turn):
         """Tile, its features, and the number of its first step."""
-        at = me + turn * taking
+        at = me + turn * blocks
         tile = lax.div(at, i32(x.across))
         return tile, at - tile * x.across, turn * x.steps
 
@@ -270,7 +278,7 @@ def _block(x: Plan, r: Any) -> None:
             plgpu.set_max_registers(registers[0], action="decrease")
 
         def load(turn, _):
-            if x.parts > 1:
+            if x.parts > 1 or c.codes:
                 _prefetch_scales(x, r, *place(jnp.minimum(turn + 1, count - 1))[:2])
             _load(x, r, *place(turn))
 
@@ -328,7 +336,11 @@ def _load(x: Plan, r: Any, tile, across, first) -> None:
             scales = r.row_scale.at[pl.ds(k * count, count), rows]
             plgpu.copy_gmem_to_smem(scales, r.scale_ring.at[slot, pl.ds(0, count)], full)
         for i, given in enumerate(words):
-            _nibbles.store_powers(r.power_ring.at[slot, i // 2, i % 2], given)
+            which = slot, i // 2, i % 2
+            if c.codes:
+                _expert_codes.store_tables(r.table_ring.at[which], r.power_ring.at[which], given)
+            else:
+                _nibbles.store_powers(r.power_ring.at[which], given)
         if c.staged:
             plgpu.barrier_arrive(full)
         return ahead(jnp.minimum(k + 1, x.steps - 1))
@@ -353,7 +365,7 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     column = [across * x.width + (0 if x.act else half * x.features) + warpgroup * FEATURES for half in range(2)]
     inside = [jnp.minimum(at, x.N - FEATURES) for at in column]  # what is outside is not stored
     row, filled = r.starts[tile] * x.unit, r.filled[tile]
-    factor = 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
+    factor = 2.0**-_expert_codes.LIFT if c.codes else 2.0**_nibbles.LIFT8 if c.eight else _nibbles.lifted(x.code)
     if r.weight_scale is not None:
         factor = r.weight_scale[expert] * factor
 
@@ -364,7 +376,8 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
 
     early = c.tokens <= EARLY
     weights = routing() if early else None
-    sums = (_sums8 if c.eight else _sums16)(x, r, warpgroup, expert, inside, first)
+    how = _expert_codes.sums if c.codes else _sums8 if c.eight else _sums16
+    sums = how(x, r, warpgroup, expert, inside, first)
     weights = weights if early else routing()
     if r.weight_scale is not None or factor != 1:
         sums = tuple(part * factor for part in sums)
@@ -372,7 +385,7 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
     scale: Any = None
     if x.encoded:
         value = values[0].astype(x.narrow).astype(f32) if x.late else values[0]
-        scale, inverse = _requantize.scales(value, r.tops.at[warpgroup])
+        scale, inverse = _scales(x, r, warpgroup, value, first)
         values = (value * inverse,) if x.codes else (_requantize.rounded(value, scale, inverse),)
     for at, value in zip(column, values, strict=False):
         if x.together:
@@ -383,13 +396,24 @@ def _multiply(x: Plan, r: Any, warpgroup, tile, across, first) -> None:
             pl.when(i < filled)(lambda at=at, i=i, given=given: _leave(x, r, warpgroup, at, row + i * x.piece, *given))
 
 
+def _scales(x: Plan, r: Any, warpgroup, value, first) -> tuple[jax.Array, jax.Array]:
+    """Of groups, and their inverses; for those of 128 one warpgroup may be a tile ahead of the other, but no more."""
+    if not x.config.codes:
+        return _requantize.scales(value, r.tops.at[warpgroup])
+    tops = r.tops.at[lax.rem(lax.div(first, i32(x.steps)), i32(2))]
+    _requantize.leave_tops(value, tops.at[pl.ds(4 * warpgroup, 4)])
+    plgpu.barrier_arrive(r.together)
+    plgpu.barrier_wait(r.together)
+    return _requantize.joint_scales(tops)
+
+
 def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     """Write some rows of 64 features; TMA leaves out what lies outside the output."""
     tile, rows = r.tile.at[warpgroup], pl.ds(row, x.piece)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if x.codes:
-        _requantize.store_codes(tile, value)
-        _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, 2)], scale)
+        _requantize.store_codes(tile, value, x.config.codes)
+        _requantize.store_scales(r.tops_tile.at[warpgroup, pl.ds(0, x.groups)], scale)
     else:
         _store(x, tile, value)
     plgpu.commit_smem()
@@ -398,8 +422,9 @@ def _leave(x: Plan, r: Any, warpgroup, column, row, value, scale) -> None:
     def _():
         plgpu.copy_smem_to_gmem(tile, r.o.at[rows, pl.ds(column, FEATURES)])
         if x.codes:
-            groups = pl.ds(lax.div(column, i32(_requantize.GROUP)), 2)
-            plgpu.copy_smem_to_gmem(r.tops_tile.at[warpgroup, pl.ds(0, 2)], r.o_scale.at[groups, rows])
+            groups = pl.ds(lax.div(column, i32(x.shared)), x.groups)
+            scales, first = r.tops_tile.at[warpgroup, pl.ds(0, x.groups)], lax.rem(column, i32(x.shared)) == 0
+            pl.when(first)(lambda: plgpu.copy_smem_to_gmem(scales, r.o_scale.at[groups, rows]))
 
 
 def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> None:
@@ -417,6 +442,9 @@ def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> N
 
 
 def _store(x: Plan, tile, value) -> None:
+    if x.permuted and x.config.codes:
+        _expert_codes.store(tile, value.astype(x.out_dtype), x.swizzled)
+        return
     store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
     store(tile, value.astype(x.out_dtype), x.swizzled)
 

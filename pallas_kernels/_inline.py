@@ -125,7 +125,7 @@ def add_scaled(sums: jax.Array, scale: jax.Array, part: jax.Array) -> jax.Array:
 
     def emit(context, sums, scale, part):
         del context
-        return _multiply_add(part, scale.broadcast_in_dim(sums.shape, (0,), fragments.WGMMA_LAYOUT), sums)
+        return multiply_add(part, scale.broadcast_in_dim(sums.shape, (0,), fragments.WGMMA_LAYOUT), sums)
 
     out = plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=WGMMA)
     inline: Any = plgpu.inline_mgpu(arg_types=(WGMMA, ROW, WGMMA), return_type=out)
@@ -173,7 +173,7 @@ def bits(value, right: int, mask: int, left: int):
 
 
 # ---------------------------------------------------------------- instructions
-def _multiply_add(part, rows, acc):
+def multiply_add(part, rows, acc):
     """`part * rows + acc`, one instruction each."""
     fma = fragments.mlir_math.fma
     registers = np.empty_like(acc.registers)

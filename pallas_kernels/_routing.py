@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import _counting, _row_copies
+from pallas_kernels import _row_copies
 
 BLOCK = 64
 """Rows to which every expert is filled up."""
@@ -179,25 +179,7 @@ def _placed(flat: jax.Array, num_experts: int, block: int, size: int) -> tuple[j
     return jnp.full((size,), -1, jnp.int32).at[to].set(number, mode="drop"), positions, blocks
 
 
-def _counted(flat: jax.Array, num_experts: int, block: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same by a counting sort on Mosaic GPU."""
-    pairs, rows = flat.size, capacity(flat.size, block, num_experts)
-    part = 64 if pairs >= 1 << 14 else 32
-    sort = _counting.Sort(
-        pairs=pairs,
-        num_experts=num_experts,
-        part=part,
-        chunk=_counting.chunk(part, min(_counting.default_chunk(pairs), pairs)),
-        block=block,
-    )
-    pair, _, _, positions, starts = _counting.sort_pairs(sort, flat, rows)
-    pair = jnp.pad(jnp.where(pair < pairs, pair, -1), (0, size - rows), constant_values=-1)
-    return pair, positions, (starts[1:] - starts[:-1]) // block
-
-
-def sorted_tiles(
-    which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK, counted: bool = False
-) -> Tiles:
+def sorted_tiles(which: jax.Array, weights: jax.Array, num_experts: int, groups: int, block: int = BLOCK) -> Tiles:
     """Rows in the order of their experts, each filled up to a multiple of `block`, in tiles of up to `groups` blocks.
 
     Args:
@@ -206,15 +188,15 @@ def sorted_tiles(
         num_experts: E.
         groups: of `block` rows in a tile.
         block: rows, a multiple of 8.
-        counted: sort on Mosaic GPU, not in XLA.
     """
     (T, A), E = which.shape, num_experts
-    pairs, size = T * A, capacity(T * A, block, E) + (groups - 1) * block
-    pair, positions, blocks = (_counted if counted else _placed)(which.reshape(pairs), E, block, size)
+    pairs, rows = T * A, capacity(T * A, block, E)
+    size = -(-(rows + (groups - 1) * block) // BLOCK) * BLOCK
+    pair, positions, blocks = _placed(which.reshape(pairs), E, block, size)
     block_ends, tile_ends = (_ends(x, E) for x in (blocks, -(-blocks // groups)))
     first = block_ends[1:] - blocks
     real, pair = pair >= 0, jnp.maximum(pair, 0)
-    tile = np.arange(-(-(size - (groups - 1) * block) // (block * groups)) + (min(E, pairs) if groups > 1 else 0))
+    tile = np.arange(-(-rows // (block * groups)) + (min(E, pairs) if groups > 1 else 0))
     tile = tile.astype(np.int32)
     of = jnp.sum(tile[:, None] >= tile_ends[1:-1], 1, dtype=jnp.int32)
     inside = tile - (tile_ends[1:] + (-blocks // groups))[of]

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _expert_codes, _expert_gather, _expert_rows, _expert_sums, _inline, _mosaic, _routing
+from pallas_kernels import _expert_rows, _expert_sums, _inline, _mosaic, _routing
 from pallas_kernels._gated import Activation
 
 SPAN = 128
@@ -45,12 +45,10 @@ UNIT = 8
 """Rows to a multiple of which each expert is filled up."""
 DECODED = ("wna16", "mxfp4", "nvfp4")
 """Formats whose weights the caller hands over in the dtype of x."""
-CODES = "mxfp4_block"
-"""MXFP4 weights as they are, which `_expert_codes` decodes for products as those of `fp8_block`."""
-REGISTERS, BUSY = (40, 232), (56, 224)
-"""Of a thread that loads and of one that multiplies, where two warpgroups do; where loading is more than TMA."""
-LOWEST = {"fp8_block": -33, CODES: -22}
-"""Exponent of the least scale of a block of activations."""
+REGISTERS = (40, 232)
+"""Of a thread that loads and of one that multiplies, where two warpgroups do."""
+LOWEST = -33
+"""Exponent of the least scale of a block of activations: that of `fp8_block`."""
 
 
 f32, i32 = jnp.float32, jnp.int32
@@ -58,7 +56,7 @@ WGMMA, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Lay
 
 
 # ---------------------------------------------------------------- configuration and legality
-_KNOWN = {"multipliers": (1, 2), "half": (64, 128), "spans": (1, 2, 4), "cluster": (1, 2)}
+_KNOWN = {"multipliers": (1, 2), "half": (64, 128)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,21 +71,8 @@ class Config:
     """Half of the features of a tile: 64 or 128."""
     stages: int = 4
     """Steps in flight."""
-    spans: int = 1
-    """Swizzle spans of inputs (128 bytes) of a step: 1, 2 or 4."""
-    cluster: int = 1
-    """Thread blocks that multiply the same rows, tiles side by side, and fetch them once: 1 or 2; sorted rows only."""
-    counted: bool = False
-    """Rows are sorted by `_counting`'s kernels, not by XLA; sorted rows only."""
     encode: bool = False
     """The first product's epilogue quantizes its results: `half=128` of blocks with scales that are powers of two."""
-
-    whole: bool = False
-    """Weights that are decoded to codes are fetched 256 inputs at once, whole lines of the L2 cache, not half ones."""
-    gather: bool = False
-    """The first product fetches rows of tokens itself, rather than copies in the order of experts; sorted rows only."""
-    even: bool = False
-    """Only as many thread blocks work as finish together, see `_expert_rows.share`."""
 
     def __post_init__(self):
         for name, known in _KNOWN.items():
@@ -97,10 +82,6 @@ class Config:
             raise ValueError(f"stages must lie between 2 and 12, got {self.stages}")
         if self.shared and self.multipliers > 1:
             raise ValueError(f"shared rows need one warpgroup that multiplies, got multipliers={self.multipliers}")
-        if self.shared and self.cluster > 1:
-            raise ValueError(f"shared rows need cluster=1, got {self.cluster}")
-        if self.shared and self.counted:
-            raise ValueError("shared rows are not sorted; they need counted=False, got counted=True")
 
 
 def why_not(*, x, w13, format, **_) -> str | None:
@@ -134,61 +115,33 @@ def default_config(*, x, w13, ids, format, ue8m0=True, **_) -> Config:
 
 
 def configs(*, x, w13, ids, format, ue8m0=True, **_) -> Iterator[Config]:
-    """Every configuration that fits the shapes and shared memory; `even` and `gather` beside the default only."""
+    """Every configuration that fits the shapes and shared memory."""
     (T, M), F = x.shape, w13.shape[1] // 2
-    default = default_config(x=x, w13=w13, ids=ids, format=format, ue8m0=ue8m0)
-    for even, gather in ((True, False), (False, True), (True, True)):
-        config = dataclasses.replace(default, even=even, gather=gather)
-        if _illegal(config, T, M, F, format, ue8m0) is None:
-            yield config
-    shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (1, 2), (False, True))
-    for half, multipliers, stages, shared, cluster, encode in shapes:
-        if shared and (multipliers > 1 or cluster > 1):
+    shapes = itertools.product((64, 128), (1, 2), (3, 4, 5, 6, 8), (False, True), (False, True))
+    for half, multipliers, stages, shared, encode in shapes:
+        if shared and multipliers > 1:
             continue
-        config = Config(
-            shared=shared, multipliers=multipliers, half=half, stages=stages, cluster=cluster, encode=encode
-        )
+        config = Config(shared=shared, multipliers=multipliers, half=half, stages=stages, encode=encode)
         if _illegal(config, T, M, F, format, ue8m0) is None:
             yield config
 
 
-def _smem_bytes(c: Config, format: str) -> int:
+def _smem_bytes(c: Config) -> int:
     """Shared memory of one thread block, barriers included (generously)."""
-    ring = c.stages * c.spans * ((c.multipliers * ROWS + 2 * c.half) * SPAN + c.multipliers * ROWS * 4)
-    out = c.multipliers * ROWS * SPAN
-    more = out if format != CODES else _expert_codes.smem_bytes(2 * c.half, c.stages, 1 + c.whole)
-    return ring + out + more + 1024
+    ring = c.stages * ((c.multipliers * ROWS + 2 * c.half) * SPAN + c.multipliers * ROWS * 4)
+    return ring + 2 * c.multipliers * ROWS * SPAN + 1024
 
 
 def _illegal(c: Config, T: int, M: int, F: int, format: str, ue8m0: bool = True) -> str | None:
-    inputs = c.spans * (64 if format == "none" else SPAN)
-    if c.spans > 1 and (M % inputs or F % inputs):
-        return f"spans={c.spans} needs M and F in multiples of {inputs}, got M={M} and F={F}"
-    if c.encode and (c.half < BLOCK or format not in LOWEST or not ue8m0):
+    if c.encode and (c.half < BLOCK or format != "fp8_block" or not ue8m0):
         return (
             f"encode=True needs half={BLOCK} and format='fp8_block' with ue8m0=True, got half={c.half} and {format!r}"
         )
-    if format == CODES and (c.half < BLOCK or c.spans > 1 or c.cluster > 1 or c.shared):
-        given = f"half={c.half}, spans={c.spans}, cluster={c.cluster} and shared={c.shared}"
-        return f"weights that are decoded to codes need half={BLOCK}, one span and no sharing, got {given}"
-    if c.gather and (format not in ("none", "fp8_block") or c.shared or c.spans > 1 or c.cluster > 1 or c.stages < 3):
-        given = f"{format!r}, shared={c.shared}, spans={c.spans}, cluster={c.cluster} and stages={c.stages}"
-        return f"gather=True needs 'none' or 'fp8_block', sorted rows, one span, no sharing and 3 stages, got {given}"
-    if c.gather and T * M * (1 if format in FP8 else 2) >= 2**31:
-        return f"gather=True needs rows of less than 2 GiB, got T={T} and M={M}"
-    if c.whole and (format != CODES or M % 256 or F % 256):
-        given = f"{format!r} with M={M} and F={F}"
-        return f"whole=True needs weights that are decoded to codes, M and F in multiples of 256, got {given}"
-    if c.half > 64 and c.spans > 1 and format in FP8:
-        return f"FP8 with half={c.half} needs spans=1, got {c.spans}"
     if c.half > 64 and (F % c.half or M % (2 * c.half)):
         return f"half={c.half} needs F in multiples of {c.half} and M of {2 * c.half}, got F={F} and M={M}"
-    if c.cluster > 1 and (F % (c.cluster * c.half) or M % (2 * c.cluster * c.half)):
-        multiples = f"F in multiples of {c.cluster * c.half} and M of {2 * c.cluster * c.half}"
-        return f"cluster={c.cluster} and half={c.half} need {multiples}, got F={F} and M={M}"
     if c.shared and T > MOST_SHARED:
         return f"shared rows are for at most {MOST_SHARED} tokens, got T={T}"
-    if (used := _smem_bytes(c, format)) > _mosaic.SMEM_BYTES:
+    if (used := _smem_bytes(c)) > _mosaic.SMEM_BYTES:
         given = f"multipliers={c.multipliers}, half={c.half}, stages={c.stages}"
         return f"{given} needs {used} bytes of shared memory, more than {_mosaic.SMEM_BYTES}; use fewer stages"
     return None
@@ -234,20 +187,20 @@ def experts(
     if config.shared:
         tiles = _routing.shared_tiles(which, weights, E)
     else:
-        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT, config.counted)
+        tiles = _routing.sorted_tiles(which, weights, E, config.multipliers * ROWS // UNIT, UNIT)
     late = weight_on == "output"
     act = Activation(kind=activation, limit=limit, alpha=alpha, beta=beta, rounded=late and activation == "silu")
-    pairs, K = activation == "swigluoai", M // 2 if format == CODES else M
-    encode, bare = config.encode, config.shared and format == "fp8_block" and tiles.unit == T
+    pairs, encode = activation == "swigluoai", config.encode
+    bare = config.shared and format == "fp8_block" and tiles.unit == T
     product = functools.partial(_grouped, config, tiles, format=format, late=late, narrow=x.dtype)
     codes, scale = quantize(x)
     a, encoded = product(
-        codes if config.gather else tiles.rows(codes),
-        w13.reshape((E, F, 2, K) if pairs else (E, 2, F, K)),
+        tiles.rows(codes),
+        w13.reshape((E, F, 2, M) if pairs else (E, 2, F, M)),
         F,
         act=act,
-        row_scale=scale if bare or config.gather else _row_scale(format, scale, tiles.scales),
-        weight_scale=_weight_scale(format, w13_scale, scale, pairs, F),
+        row_scale=scale if bare else _row_scale(format, scale, tiles.scales),
+        weight_scale=_weight_scale(format, w13_scale, scale, pairs),
         bias=None if w13_bias is None else _halves(w13_bias.astype(f32), pairs),
         weights=None if late else tiles.weights,
         out_dtype=jnp.float8_e4m3fn if encode else f32 if keep_wide else x.dtype,
@@ -260,7 +213,7 @@ def experts(
         w2,
         M,
         row_scale=_row_scale(format, scale, lambda s: s if encode else jnp.pad(s, ((0, 0), (0, ROWS)))),
-        weight_scale=_weight_scale(format, w2_scale, scale, None, M),
+        weight_scale=_weight_scale(format, w2_scale, scale, None),
         bias=None if w2_bias is None else w2_bias.astype(f32),
         weights=tiles.weights if late or w2_bias is not None else None,
         out_dtype=x.dtype,
@@ -270,19 +223,13 @@ def experts(
 
 def _row_scale(format, scale, spread):
     """Scales of rows, [K / 128, rows] or [rows], and some more; None where there are none."""
-    if format in LOWEST:
+    if format == "fp8_block":
         return spread(scale)
     return spread(scale)[0] if format == "int8" else None
 
 
-def _weight_scale(format, scale, row_scale, pairs, N):
-    """Scales of weights: [E, N / 128, K / 128], one a feature in the order of biases, one an expert, or none.
-
-    Those of `CODES` are [E, 2, N, K / 32], with `pairs` [E, N, 2, K / 32], or without halves (None) [E, 1, N, K / 32].
-    """
-    if format == CODES:
-        E, _, G = scale.shape
-        return scale.reshape((E, N, 2, G) if pairs else (E, -1, N, G))
+def _weight_scale(format, scale, row_scale, pairs):
+    """Scales of weights: [E, N / 128, K / 128], one a feature in the order of biases, one an expert, or none."""
     if format == "int8":
         return scale[..., 0] if pairs is None else _halves(scale[..., 0], pairs)
     return scale * row_scale if format == "fp8_tensor" else scale
@@ -328,7 +275,7 @@ class _Plan:
     @property
     def buffers(self) -> int:
         """Pieces of a warpgroup that are on their way out."""
-        return 1 if self.encoded or self.packed else 2
+        return 1 if self.encoded else 2
 
     @property
     def piece(self) -> int:
@@ -342,13 +289,13 @@ class _Plan:
 
     @property
     def inputs(self) -> int:
-        """Inputs of one span."""
+        """Inputs of a step, one swizzle span of them."""
         return SPAN // self.dtype.itemsize
 
     @property
     def steps(self) -> int:
         """Steps of a tile."""
-        return pl.cdiv(self.K, self.inputs * self.config.spans)
+        return pl.cdiv(self.K, self.inputs)
 
     @property
     def loaded(self) -> int:
@@ -363,27 +310,13 @@ class _Plan:
     @property
     def span(self) -> tuple[Any, ...]:
         """Transforms of rows and weights in shared memory."""
-        wide = (self.format in FP8 or self.packed) and self.config.half == BLOCK
+        wide = self.format in FP8 and self.config.half == BLOCK
         return _inline.span() if wide else _mosaic.swizzled(SPAN, bytes_per_value=self.dtype.itemsize)
-
-    @property
-    def gathers(self) -> bool:
-        """Rows are those of tokens."""
-        return self.config.gather and self.act is not None
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return BUSY if self.packed or self.gathers else REGISTERS
-
-    @property
-    def packed(self) -> bool:
-        """Weights are decoded on their way."""
-        return self.format == CODES
 
     @property
     def blocks(self) -> bool:
         """Rows and features have a scale for each block of inputs."""
-        return self.format in LOWEST
+        return self.format == "fp8_block"
 
     @property
     def turns(self) -> bool:
@@ -410,8 +343,6 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
     if not config.shared:
         inputs |= {"starts": tiles.starts, "filled": tiles.filled}
     inputs |= {"rows": rows, "w": w} | {name: a for name, a in arrays.items() if a is not None}
-    inputs |= {"table": _expert_codes.table()} if x.packed else {}
-    inputs |= {"source": tiles.source} if x.gathers else {}
 
     outputs = {"o": jax.ShapeDtypeStruct((tiles.size, N), out_dtype)}
     if x.encoded:
@@ -421,15 +352,13 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
         given = dict(zip((*inputs, *outputs), refs, strict=True))
         _block(x, SimpleNamespace(**dict.fromkeys(arrays) | given | scratch))
 
-    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across) // config.cluster
+    blocks = min(_mosaic.num_sms(), tiles.experts.shape[0] * x.across)
     out = plgpu.kernel(
         body,
         out_type=list(outputs.values()),
         scratch_types=_scratch(x),
         grid=(blocks,),
         grid_names=("block",),
-        cluster=(config.cluster,),
-        cluster_names=("member",),
         num_threads=config.multipliers + 1,
         thread_name="warpgroup",
         kernel_name="experts_up" if act else "experts_down",
@@ -441,65 +370,53 @@ def _grouped(config, tiles, rows, w, N, *, format, late, narrow, out_dtype, act=
 def _scratch(x: _Plan) -> dict[str, Any]:
     c, rows = x.config, x.config.multipliers * ROWS
     scratch = {
-        "a_ring": plgpu.SMEM((c.stages, c.spans, rows, x.inputs), x.dtype, transforms=x.span),
-        "b_ring": plgpu.SMEM((c.stages, c.spans, 2 * c.half, x.inputs), x.dtype, transforms=x.span),
+        "a_ring": plgpu.SMEM((c.stages, rows, x.inputs), x.dtype, transforms=x.span),
+        "b_ring": plgpu.SMEM((c.stages, 2 * c.half, x.inputs), x.dtype, transforms=x.span),
         "pieces": plgpu.SMEM(
             (c.multipliers, x.buffers, ROWS, x.piece),
             x.out_dtype,
             transforms=_mosaic.swizzled(SPAN, bytes_per_value=x.out_dtype.itemsize),
         ),
-        "full": plgpu.Barrier(
-            num_arrivals=3 if x.packed or x.gathers else (3 + x.blocks) * c.spans, num_barriers=c.stages
-        ),
-        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages)
-        if c.cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.multipliers, num_barriers=c.stages),
+        "full": plgpu.Barrier(num_arrivals=3 + x.blocks, num_barriers=c.stages),
+        "empty": plgpu.Barrier(num_arrivals=c.multipliers, num_barriers=c.stages),
     }
     if x.encoded:
         scratch["tops"] = plgpu.SMEM((c.multipliers, ROWS), f32)
-    if x.packed:
-        scratch |= _expert_codes.scratch(2 * c.half, c.stages, 1 + c.whole)
-    return scratch | ({"scale_ring": plgpu.SMEM((c.stages, c.spans, rows), f32)} if x.blocks else {})
+    return scratch | ({"scale_ring": plgpu.SMEM((c.stages, rows), f32)} if x.blocks else {})
 
 
 # ---------------------------------------------------------------- device code
 def _block(x: _Plan, r: Any) -> None:
     """One thread block: the warpgroup that loads and those that multiply."""
-    c, warpgroup, across = x.config, lax.axis_index("warpgroup"), x.across // x.config.cluster
+    c, warpgroup = x.config, lax.axis_index("warpgroup")
 
     def turns():
         """How many tiles are this block's and which; whoever needs that finds it out, in registers of its own."""
-        me, member = lax.axis_index("block"), lax.axis_index("member")
-        count, taking = _expert_rows.share(r.count[0] * across, lax.axis_size("block"), me, c.even)
+        me, blocks = lax.axis_index("block"), lax.axis_size("block")
 
         def place(turn):
             """Tile, its features, and the number of its first step."""
-            at = me + turn * taking
-            tile = lax.div(at, i32(across))
-            return tile, (at - tile * across) * c.cluster + member, turn * x.steps
+            at = me + turn * blocks
+            tile = lax.div(at, i32(x.across))
+            return tile, at - tile * x.across, turn * x.steps
 
-        return count, place
+        return _expert_rows.share(r.count[0] * x.across, blocks, me), place
 
     @pl.when(warpgroup == c.multipliers)
     def _():
         count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(x.registers[0], action="decrease")
-        if x.packed:
-            _expert_codes.load(x, r, place, count)
-        elif x.gathers:
-            _expert_gather.load(x, r, place, count)
-        else:
-            lax.fori_loop(0, count, lambda turn, _: _expert_rows.load(x, r, *place(turn)), None)
+            plgpu.set_max_registers(REGISTERS[0], action="decrease")
+        lax.fori_loop(0, count, lambda turn, _: _expert_rows.load(x, r, *place(turn)), None)
         total = count * x.steps
-        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use, its own or the other member's
+        for i in range(1, c.stages + 1):  # nobody leaves while slots are in use
             pl.when(total >= i)(lambda i=i: plgpu.barrier_wait(r.empty.at[lax.rem(total - i, i32(c.stages))]))
 
     @pl.when(warpgroup < c.multipliers)
     def _():
         count, place = turns()
         if c.multipliers > 1:
-            plgpu.set_max_registers(x.registers[1], action="increase")
+            plgpu.set_max_registers(REGISTERS[1], action="increase")
 
         def tile(turn, _):
             tile, across, first = place(turn)
@@ -521,8 +438,6 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
     sums = _expert_sums.sums(x, r, warpgroup, expert, across, first)
     if x.format in ("none", "fp8_tensor") and r.weight_scale is not None:
         sums = tuple(part * r.weight_scale[expert] for part in sums)
-    if x.packed:
-        sums = tuple(part * 2.0**-_expert_codes.LIFT for part in sums)
     if x.format == "int8":
         row = _expert_rows.input_row(x, r, tile) + warpgroup * ROWS
         scale = plgpu.load(r.row_scale.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
@@ -536,7 +451,7 @@ def _multiply(x: _Plan, r: Any, warpgroup, tile, across, first) -> None:
         scale = None
         if x.encoded:
             value = value.astype(x.narrow).astype(f32) if x.late else value
-            value, scale = _expert_sums.encoded(value, LOWEST[x.format])
+            value, scale = _expert_sums.encoded(value, LOWEST)
         piece = r.pieces.at[warpgroup, i % x.buffers]
         # what is not stored does not count
         plgpu.wait_smem_to_gmem(0 if x.buffers == 1 or x.N % x.width else 1, wait_read_only=True)

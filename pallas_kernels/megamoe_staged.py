@@ -37,7 +37,7 @@ def default_config(*, x, w13, ids, **_) -> Config:
 def configs(*, x, w13, ids, **_) -> Iterator[Config]:
     """Those of `_experts_decoded` that leave codes behind."""
     for config in _decoded_config.configs(**_shapes(x, w13, ids)):
-        if config.eight:
+        if config.eight and not config.codes:
             yield config
 
 
@@ -60,8 +60,9 @@ def megamoe_staged(
     Raises:
         ValueError: `config` multiplies 16-bit numbers, and so leaves no codes.
     """
-    if not config.eight:
-        raise ValueError("megamoe_staged: the stages need eight=True, got eight=False")
+    if not config.eight or config.codes:
+        given = f"eight={config.eight} and codes={config.codes}"
+        raise ValueError(f"megamoe_staged: the stages need eight=True and codes=False, got {given}")
 
     def quantize(rows):
         codes, scale = stage(rows)

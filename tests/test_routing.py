@@ -19,23 +19,21 @@ def made(make, which, weights, *more):
 
 
 @pytest.mark.parametrize(
-    ("T", "A", "E", "groups", "block", "counted"),
+    ("T", "A", "E", "groups", "block"),
     [
-        (16, 6, 256, 1, 8, False),
-        (16, 6, 8, 2, 8, False),
-        (1, 1, 1, 1, 8, False),
-        (64, 6, 5, 3, 16, False),
-        (400, 6, 40, 16, 8, False),
-        (9, 3, 5, 2, 8, False),
-        (350, 6, 5, 2, 64, False),
-        (30, 6, 40, 2, 8, True),
-        (1, 1, 1, 1, 8, True),
+        (16, 6, 256, 1, 8),
+        (16, 6, 8, 2, 8),
+        (1, 1, 1, 1, 8),
+        (64, 6, 5, 3, 16),
+        (400, 6, 40, 16, 8),
+        (9, 3, 5, 2, 8),
+        (350, 6, 5, 2, 64),
+        (30, 6, 40, 2, 8),
     ],
 )
-@pytest.mark.usefixtures("interpret")
-def test_sorted_tiles_hold_the_pairs_of_every_expert_in_order(T, A, E, groups, block, counted, rng):
+def test_sorted_tiles_hold_the_pairs_of_every_expert_in_order(T, A, E, groups, block, rng):
     which, weights = draw(rng, T, A, E)
-    tiles, count, experts, starts, filled = made(_routing.sorted_tiles, which, weights, E, groups, block, counted)
+    tiles, count, experts, starts, filled = made(_routing.sorted_tiles, which, weights, E, groups, block)
     row, at = 0, 0
     position, source, weight = np.full(T * A, -1), np.full(tiles.size, -1), np.zeros(tiles.size)
     for expert in range(E):

@@ -12,7 +12,7 @@ from jaxattn.ops import _expert_cases as cases
 from jaxattn.ops import _expert_formats as formats
 from jaxattn.ops import align_block_size, gated_activation, unpermute
 from jaxattn.quant import primitives as p
-from pallas_kernels import _exact, _mosaic, _requantize, _row_copies
+from pallas_kernels import _exact, _expert_codes, _mosaic, _requantize, _row_copies
 from pallas_kernels import _experts_decoded as decoded
 from pallas_kernels import experts as mosaic
 
@@ -288,11 +288,11 @@ def _run_mosaic(*, config, format, act_group, ue8m0, **args):
 
 def _run_decoded(*, config, format, act_group, ue8m0, **args):
     """The kernel that decodes weights of four bits in registers; FP8 activations are codes, or their values."""
-    if config.codes:
-        return _run_codes(config, format, act_group, ue8m0, **args)
 
     def quantize(x):
         group = _requantize.GROUP
+        if config.codes:
+            return _row_copies.encode(x, lowest=_expert_codes.LOWEST)
         if config.eight and config.encoder and act_group == group and ue8m0 and x.dtype == jnp.bfloat16:
             return _row_copies.encode(x, lowest=_requantize.LOWEST, group=group)
         if config.eight:
@@ -302,21 +302,6 @@ def _run_decoded(*, config, format, act_group, ue8m0, **args):
 
     how = {"format": format, "act_group": act_group, "ue8m0": ue8m0}
     return decoded.experts(config=config, quantize=None if act_group is None else quantize, **how, **args)
-
-
-def _run_codes(config, format, act_group, ue8m0, **args):
-    """The kernel of FP8 blocks, on weights of four bits that it decodes to codes; activations in groups of 128."""
-    if reason := decoded.illegal(config, format=format, act_group=act_group, ue8m0=ue8m0):
-        raise ValueError(f"{_OP}: {reason}")
-    for name in ("w13_zeros", "w2_zeros", "w13_scale_2", "w2_scale_2"):
-        del args[name]  # MXFP4 has none
-
-    def quantize(x):
-        return _row_copies.encode(x, lowest=mosaic.LOWEST[mosaic.CODES])
-
-    shape = {"multipliers": config.warpgroups, "half": mosaic.BLOCK, "stages": config.stages}
-    how = mosaic.Config(**shape, encode=True, even=config.even, whole=config.inputs == 256)
-    return mosaic.experts(config=how, quantize=quantize, format=mosaic.CODES, ue8m0=True, **args)
 
 
 def _outputs(**_):

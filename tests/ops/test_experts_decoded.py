@@ -12,13 +12,13 @@ from jaxattn import experts
 from jaxattn.ops._expert_cases import struct
 from jaxattn.ops.experts import MECHANISM
 from jaxattn.quant import primitives as p
-from pallas_kernels import _decode, _expert_codes, _expert_rows, _mosaic, _nibbles
+from pallas_kernels import _decode, _expert_codes, _mosaic, _nibbles
 from pallas_kernels import _decoded_config as legality
 from pallas_kernels import _experts_decoded as decoded
 
 TILE = {"tokens": 16, "warpgroups": 1, "stages": 2}
 MEGAMOE = {"format": "mxfp4", "act_group": 32, "weight_on": "activation", "limit": 2.0}
-CODES = {"codes": True, "tokens": 64, "warpgroups": 1, "stages": 2}
+CODES = {"tokens": 16, "warpgroups": 2, "stages": 2, "eight": True, "staged": True, "encoder": True, "codes": True}
 OSS = {"format": "mxfp4", "activation": "swigluoai", "limit": 7.0, "bias": True}
 
 
@@ -74,8 +74,9 @@ def steps_apart(a, b):
         (9, 192, 64, TILE, OSS),
         (20, 128, 128, TILE | {"stages": 3}, OSS | {"format": "wna16", "zeros": True, "dtype": "float16"}),
         (20, 128, 128, TILE | {"tokens": 24, "eight": True}, {"format": "mxfp4", "act_group": 128}),
-        (20, 64, 64, TILE | {"block": 16, "even": True}, MEGAMOE),
-        (20, 256, 128, CODES | {"warpgroups": 2, "tokens": 128}, OSS | {"act_group": 128}),
+        (20, 64, 64, TILE | {"block": 16}, MEGAMOE),
+        (20, 256, 128, CODES | {"fused": False}, OSS | {"act_group": 128}),
+        (20, 128, 128, CODES | {"tokens": 32, "block": 16, "together": True, "overlap": 2, "fused": False}, MEGAMOE),
         (20, 320, 64, TILE | {"overlap": 2, "inputs": 256, "together": True}, OSS),
         (9, 64, 128, TILE | {"tokens": 8, "eight": True, "inputs": 256}, MEGAMOE),
     ],
@@ -134,25 +135,45 @@ def test_scales_far_from_one_are_exact(rng):
     np.testing.assert_array_equal(found.view(np.int16), reference(args).view(np.int16))
 
 
-def test_codes_are_exact_where_powers_of_a_block_differ_by_up_to_14(rng):
-    """MXFP4 as E4M3 times the largest power of 128 x 128 weights."""
-    args = random_inputs(rng, 9, 2, 2, 256, 256, **MEGAMOE)
+def test_codes_are_exact_where_powers_of_a_feature_differ_by_up_to_26(rng):
+    args = random_inputs(rng, 9, 2, 2, 256, 128, **MEGAMOE)
     for name in ("w13_scale", "w2_scale"):
         args[name] = jnp.asarray(rng.integers(110, 110 + _expert_codes.EXACT + 1, args[name].shape), jnp.uint8)
-    assert steps_apart(kernel(args, **CODES | {"inputs": 256}), reference(args)) < 1 / 100
+    assert steps_apart(kernel(args, **CODES), reference(args)) < 1 / 100
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CODES | {"inputs": 256, "overlap": 2},
+        TILE | {"overlap": 4},
+        TILE | {"tokens": 8, "warpgroups": 2, "eight": True, "staged": True},
+    ],
+)
+def test_the_shortest_ring_ends_where_a_thread_block_has_several_tiles(config, rng, monkeypatch):
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
+    args = random_inputs(rng, 12, 2, 3, 384, 128, **MEGAMOE)
+    assert steps_apart(kernel(args, **config | {"stages": 2}), reference(args)) < 1 / 100
+
+
+def test_codes_between_the_products_are_those_of_the_quantizer(rng, monkeypatch):
+    """Thread blocks have several tiles of one step, so that a warpgroup may be a tile ahead of the other."""
+    monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
+    args = random_inputs(rng, 9, 2, 3, 128, 256, **MEGAMOE)
+    fused, apart = (kernel(args, **CODES, fused=fused).view(np.int16) for fused in (True, False))
+    np.testing.assert_array_equal(fused, apart)
 
 
 # ---------------------------------------------------------------- its parts
-@pytest.mark.parametrize("d", [0, 7, 14, 15, 18, 19])
-def test_codes_of_shared_memory_are_rounded_to_nearest(d):
-    codes = np.asarray(_expert_codes.table())[d].view("u1")
-    found = codes.view(jnp.float8_e4m3fn).astype(np.float64)
-    wanted = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (_expert_codes.LIFT - d)
-    if d <= _expert_codes.EXACT:
-        np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(found, wanted.astype(jnp.float8_e4m3fn).astype(np.float64))
-    assert np.abs(found - wanted).max() <= 2.0**-10
-    assert found.any() == (d < 19)
+@pytest.mark.parametrize("d", [0, 7, 26, 27, 200])
+def test_codes_of_a_group_are_its_magnitudes_times_a_power(d):
+    words = jnp.asarray([230 | (230 - d) << 8 | 30 << 16], jnp.int32)
+    found = np.asarray(_expert_codes.tables(words))[0].astype("<i4")
+    found = found.view("u1").view(jnp.float8_e5m2).astype(np.float64)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    np.testing.assert_array_equal(found[0], values * 2.0**_expert_codes.LIFT)
+    np.testing.assert_array_equal(found[1], values * (2.0 ** (_expert_codes.LIFT - d) if d <= 26 else 0))
+    np.testing.assert_array_equal(found[2:], 0)
 
 
 class Registers:
@@ -172,25 +193,14 @@ class Registers:
 def test_eight_codes_of_a_word_in_registers(rng):
     registers: Any = Registers()
     nibbles = rng.permutation(16)
-    for d in (0, 3, 14):
-        magnitudes = [int(x) & 0xFFFFFFFF for x in np.asarray(_expert_codes.table())[d]]
+    tables = np.asarray(_expert_codes.tables(jnp.asarray([20 | 17 << 8 | 6 << 16], jnp.int32)))[0]
+    for d, table in zip((0, 3, 14), tables, strict=False):
+        magnitudes = [int(x) & 0xFFFFFFFF for x in table]
         words = [sum(int(n) << 4 * i for i, n in enumerate(half)) for half in (nibbles[:8], nibbles[8:])]
         found = [x for word in words for x in _expert_codes._Emitter.codes(registers, word, magnitudes)]
-        found = np.array(found, "<u4").view(jnp.float8_e4m3fn).astype(np.float64)
+        found = np.array(found, "<u4").view("u1").view(jnp.float8_e5m2).astype(np.float64)
         values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (_expert_codes.LIFT - d)
         np.testing.assert_array_equal(found, np.where(nibbles < 8, 1, -1) * values[nibbles % 8])
-
-
-@pytest.mark.parametrize(("total", "blocks"), [(0, 4), (1, 4), (5, 4), (4112, 132), (4096, 132), (131, 132)])
-def test_thread_blocks_that_finish_together_take_every_tile_once(total, blocks):
-    taken = {}
-    for even in (False, True):
-        found = [[int(x) for x in _expert_rows.share(jnp.int32(total), blocks, me, even)] for me in range(blocks)]
-        taken[even] = [me + turn * taking for me, (count, taking) in enumerate(found) for turn in range(count)]
-        assert sorted(taken[even]) == [*range(total)]
-        assert max(count for count, _ in found) == -(-total // blocks)
-    counts = [count for count, _ in found if count]
-    assert not counts or len(counts) * max(counts) - total < max(counts)
 
 
 def test_the_order_of_inputs_is_the_same_on_both_sides(rng):
@@ -204,6 +214,9 @@ def test_the_order_of_inputs_is_the_same_on_both_sides(rng):
         np.testing.assert_array_equal(np.float32(rows), np.float32(_nibbles.unpacked(words, eight)))
     x = jnp.asarray(codes, jnp.uint8)
     np.testing.assert_array_equal(_nibbles.restore(_nibbles.permute(x)), x)
+    order = np.asarray(_expert_codes.permute(jnp.arange(128)))
+    b, m, k, c, i = (n.reshape(-1) for n in np.indices((2, 2, 2, 4, 4)))
+    np.testing.assert_array_equal(order, 64 * b + 16 * c + 8 * m + 4 * k + i)
 
 
 def test_scales_as_powers_of_two():
@@ -230,7 +243,7 @@ def test_the_configurations_are_legal_and_fit_the_path():
             options: dict[str, Any] = {"format": format, "act_group": group}
             args = MECHANISM.prepare(**struct(T, 6, 256, 4096, 2048, **options))
             default, found = decoded.default_config(**args), list(decoded.configs(**args))
-            known = {name: args[name] for name in ("format", "act_group", "ue8m0")}
+            known = {name: args[name] for name in ("format", "act_group", "ue8m0")} | {"sizes": (4096, 2048)}
             assert found
             assert all(legality.illegal(c, **known) is None for c in [default, *found])
             assert default.eight == (T <= 64 and format == "mxfp4" and group is not None)
@@ -246,17 +259,14 @@ def test_the_configurations_are_legal_and_fit_the_path():
         ({"tokens": 72, "eight": True}, "tokens must be a multiple of 8 up to 64, got 72"),
         ({"tokens": 24, "block": 16}, "tokens must be a multiple of block=16, got 24"),
         ({"staged": True}, "staged needs eight and 2 or 4 warpgroups, got eight=False and warpgroups=2"),
-        ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight"),
+        ({"eight": True, "overlap": 2}, "overlap=2 is for products without eight; with codes it may be 2"),
         ({"encoder": True}, "encoder is for products with eight"),
         ({"inputs": 64}, "inputs must be 128 or 256, got 64"),
         ({"block": 24}, "block must be 8, 16, 32 or 64, got 24"),
         ({"warpgroups": 5}, "warpgroups must be 1, 2, 3 or 4, got 5"),
         ({"stages": 17}, "stages must lie between 2 and 16, got 17"),
-        (
-            {"codes": True, "tokens": 64},
-            "codes needs 64 rows for each of 1 or 2 warpgroups in blocks of 8, got tokens=64, warpgroups=2 and block=8",
-        ),
-        (CODES | {"overlap": 2}, "codes needs overlap=1, got 2"),
+        ({"codes": True, "eight": True}, "codes needs staged=True, got staged=False"),
+        (CODES | {"tokens": 136}, "tokens must be a multiple of 8 up to 128, got 136"),
     ],
 )
 def test_an_illegal_configuration_cannot_be_built(config, message):
@@ -268,7 +278,7 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
     ("config", "message"),
     [
         (TILE | {"eight": True}, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
-        (CODES, "codes needs mxfp4 weights, act_group and ue8m0=True, got mxfp4, None, True"),
+        (CODES, "eight needs mxfp4 weights and act_group, got mxfp4 and None"),
         (
             {"tokens": 128, "warpgroups": 4, "stages": 8},
             "stages=8 of inputs=128 needs .* bytes of shared memory, more than 232448",
@@ -278,6 +288,14 @@ def test_an_illegal_configuration_cannot_be_built(config, message):
 def test_a_configuration_that_does_not_fit_is_refused(config, message, rng):
     with pytest.raises(ValueError, match=message):
         kernel(random_inputs(rng, 9, 2, 3, 64, 64, format="mxfp4"), **config)
+
+
+def test_codes_need_whole_blocks_and_powers_of_two(rng):
+    args = random_inputs(rng, 9, 2, 3, 128, 64, format="mxfp4", act_group=32)
+    with pytest.raises(ValueError, match="codes needs M and F in multiples of 128, got M=128 and F=64"):
+        kernel(args, **CODES)
+    with pytest.raises(ValueError, match="codes needs ue8m0=True, got False"):
+        kernel(args | {"ue8m0": False}, **CODES)
 
 
 @pytest.mark.parametrize(
