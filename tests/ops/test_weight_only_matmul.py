@@ -217,9 +217,12 @@ def test_configurations_that_do_not_fit(config, message, rng):
 
 @pytest.mark.aot
 @pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
-def test_odd_rows_compile_where_thread_blocks_share_them():
-    args = _tiled("gptq", "float16", N=67, M=256, F=256)
-    assert default_config(N=67, M=256, F=256, bits=4).cluster == 2
+@pytest.mark.parametrize(("N", "M"), [(67, 256), (1, 1024)], ids=["odd-rows-cluster", "one-piece"])
+def test_shapes_that_no_case_has_compile(N, M):
+    """Odd rows that thread blocks share, and slots of several tiles that one copy brings."""
+    args = _tiled("gptq", "float16", N=N, M=M, F=256)
+    config = default_config(N=N, M=M, F=256, bits=4)
+    assert (config.cluster, config.deep * config.warpgroups) == ((2, 1) if N == 67 else (1, M // 128))
     arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
     static = {name: x for name, x in args.items() if name not in arrays}
     _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
