@@ -3,7 +3,6 @@
 Each has a plain form for the interpreter.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -17,9 +16,6 @@ from pallas_kernels._inline import ROW, WGMMA, arith, bits, fragments, ir, llvm,
 
 _ROWS = 64
 """Rows of wgmma's layout."""
-_SECTOR = 32
-"""Bytes that a lane asks for at once, as little as the L2 cache fetches."""
-_PIECE = 32 * _SECTOR
 
 
 def load_span(ref: Any, layout: Any) -> jax.Array:
@@ -177,49 +173,6 @@ def store_row(ref: Any, value: jax.Array) -> None:
 
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW))
     inline(emit)(ref, value)
-
-
-def prefetch(ref: Any, first: Any, rows: int, count: int, part: Any, parts: int, pitch: int) -> None:
-    """Ask for rows of global memory in the L2 cache, their beginnings first; nobody waits.
-
-    Args:
-        ref: global memory without gaps.
-        first: row.
-        rows: 1, or a multiple of the warps that take part.
-        count: bytes of a row, rounded up to whole pieces of 1024 for each warp, or each row.
-        part: index of the calling warpgroup among those that take part.
-        parts: these.
-        pitch: bytes from one row to the next.
-    """
-    if _mosaic.interpreting():
-        return
-    total, warps = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize, 4 * parts
-    across = max(rows // warps, 1)  # rows of a warp
-    inside = total // pitch % rows == 0 and count <= pitch and count % (_PIECE * (warps if rows == 1 else 1)) == 0
-    assert rows == 1 or rows % warps == 0, (rows, warps)
-
-    def emit(context, ref, first, part):
-        del context
-        i32, i64, byte = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
-        thread, pointer = utils.thread_idx(), utils.memref_ptr(ref)
-        warp = arith.addi(bits(thread, 5, 3, 0), arith.muli(part.registers.item(), utils.c(4, i32)))
-        start = arith.muli(arith.extsi(i64, first.registers.item()), utils.c(pitch, i64))
-        lane, step = bits(thread, 0, 31, 5), _PIECE if rows == 1 else pitch
-        mine = arith.addi(arith.muli(warp, utils.c(step, i32)), lane)
-        start = arith.addi(start, arith.extsi(i64, mine))
-        for piece in range(-(-count // _PIECE // (warps if rows == 1 else 1))):
-            for row in range(across):
-                ahead = piece * _PIECE * (warps if rows == 1 else 1) + row * warps * pitch
-                at = arith.addi(start, utils.c(ahead, i64))
-                at = at if inside else arith.minsi(at, utils.c(total - _SECTOR, i64))
-                at = llvm.getelementptr(pointer.type, pointer, [at], [-(2**31)], byte, llvm.GEPNoWrapFlags.none)
-                given = [llvm.ptrtoint(i64, at)]
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"), given, "prefetch.global.L2 [$0];", "l", has_side_effects=True
-                )
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, WGMMA))
-    inline(emit)(ref, jnp.asarray(first, jnp.int32), jnp.asarray(part, jnp.int32))
 
 
 def _row():

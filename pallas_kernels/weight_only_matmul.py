@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _decode, _inline, _inline_memory, _mosaic, _one_row
+from pallas_kernels import _decode, _inline, _mosaic
 from pallas_kernels._decode import FEATURES, HALF, INPUTS
 
 TOKENS = (8, 16, 32, 64, 128, 256)
@@ -28,15 +28,11 @@ WAYS = ((1, True, 1), (2, False, 1), (2, True, 1), (2, True, 2), (4, True, 1), (
 """Configurations to try: warpgroups, split, deep."""
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """Registers of a thread that multiplies, given the warpgroups that do."""
-MOST = 32768
-"""Inputs of a row that one copy brings."""
 GROUPS = 2
 """Groups of instructions that `_decode.start` starts."""
 PIECE = 64
 """Activation rows that leave together."""
 DTYPES = ("bfloat16", "float16")
-
-IN_BOUNDS: Any = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -62,27 +58,16 @@ class Config:
     """One copy for all activations of a slot; rows behind the last one are copied too, as zeros."""
     width: int = 8
     """Tiles that are walked side by side before the next row of tiles, for the cache."""
-    resident: bool = False
-    """One row, which stays in shared memory, and 4-bit integers whose zero points come off the sums: `_one_row`."""
-    bulk: bool = False
-    """Neighbouring tiles of the weight, which are one piece of memory, come as such: nobody waits for descriptors."""
-    ahead: bool = False
-    """The first tile's weight is asked for in the L2 cache before anything else."""
     together: int = 1
     """Slots whose products are written out in a row: a tile is decoded while the one before it multiplies."""
 
     def __post_init__(self):
-        if self.bulk and not self.split:
-            raise ValueError("bulk needs split, whose tiles are neighbours")
         choices = {"tokens": TOKENS, "warpgroups": (1, 2, 3, 4), "deep": (1, 2), "cluster": (1, 2)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {_mosaic.either(known)}, got {getattr(self, name)}")
         if not 2 <= self.stages <= 16:
             raise ValueError(f"stages must lie between 2 and 16, got {self.stages}")
-        if self.resident and (self.tokens, self.split, self.cluster, self.boxed) != (TOKENS[0], True, 1, False):
-            given = f"tokens={self.tokens}, split={self.split}, cluster={self.cluster}, boxed={self.boxed}"
-            raise ValueError(f"resident needs tokens={TOKENS[0]} and split, not cluster or boxed, got {given}")
         if self.boxed and self.cluster > 1:
             raise ValueError(f"boxed activations belong to one thread block, got cluster={self.cluster}")
         for name in ("width", "together"):
@@ -115,6 +100,11 @@ class _Plan:
     def steps(self) -> int:
         """Slots of a tile."""
         return pl.cdiv(pl.cdiv(self.M, INPUTS), self.parts)
+
+    @property
+    def bulk(self) -> bool:
+        """The weight of a slot is one piece of memory and comes as such, without a descriptor that must come first."""
+        return self.columns == 1 and pl.cdiv(self.M, INPUTS) % self.parts == 0
 
     @property
     def piece(self) -> int:
@@ -182,8 +172,6 @@ def configs(*, N: int, M: int, F: int, bits: int, code: _decode.Code | None = No
                 found.append(dataclasses.replace(config, together=stages - 1 if deep == 1 else 2))
             if split and cluster == 1 and N <= tokens < 2 * max(N, TOKENS[0]):  # those whose slots few rows fill
                 found.append(dataclasses.replace(config, boxed=True))
-            if split and cluster == 1 and N == 1 and tokens == TOKENS[0]:
-                found += [dataclasses.replace(config, resident=True) for config in found if not config.boxed]
             yield from filter(fits, found)
 
 
@@ -202,11 +190,6 @@ def why_not_config(x: _Plan) -> str | None:
     if c.boxed and (x.M % HALF or (c.tokens < x.N and x.N % c.tokens)):
         need = f"input features in multiples of {HALF} and up to {c.tokens} rows or a multiple"
         return f"boxed needs {need}, got {x.M} and {x.N}"
-    if c.resident and (x.N > 1 or x.M % INPUTS or x.M > MOST or x.code.kind != "u4" or not x.late):
-        need = f"one row of up to {MOST} inputs, a multiple of {INPUTS}, and 4-bit integers with one scale for {INPUTS}"
-        return f"resident needs {need}, got {x.N} of {x.M}, {x.code.kind} and {x.code.groups}"
-    if c.bulk and (tiles := pl.cdiv(x.M, INPUTS)) % x.parts:
-        return f"bulk needs tiles of {INPUTS} inputs in multiples of {x.parts}, got {tiles}"
     if c.cluster > 1 and x.F % (multiple := FEATURES * x.columns * c.cluster):
         return f"cluster={c.cluster} needs output features in multiples of {multiple}, got {x.F}"
     scratch = _scratch(dataclasses.replace(x, interpreted=False))
@@ -221,7 +204,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
     """Scratch of one thread block; `other` carries sums between warpgroups, `spare` exists interpreted only."""
     c, code = x.config, x.code
     lanes = code.scale_count // FEATURES
-    copies = 1 + (0 if c.resident else 1 if c.boxed else 2 * x.parts) + (code.scale is not None) + code.zeros
+    copies = 1 + (1 if c.boxed else 2 * x.parts) + (code.scale is not None) + code.zeros
     scratch = {
         "w_ring": plgpu.SMEM((c.stages, x.columns, x.parts, code.words // 256, 256), i32),
         "tile": plgpu.SMEM((x.columns, x.piece, FEATURES), code.dtype),
@@ -230,11 +213,7 @@ def _scratch(x: _Plan) -> dict[str, Any]:
         if c.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=c.warpgroups, num_barriers=c.stages),
     }
-    if c.resident:  # wgmma reads on behind the last inputs
-        scratch["x_row"] = plgpu.SMEM((pl.cdiv(x.M, INPUTS) + 1, INPUTS), code.dtype)
-        scratch["x_sums"] = plgpu.SMEM((c.warpgroups, x.steps * c.deep), f32)
-        scratch["x_there"] = plgpu.Barrier()
-    elif c.boxed:
+    if c.boxed:
         shape = c.stages, c.tokens, x.parts * INPUTS
         scratch["x_ring"] = plgpu.SMEM(shape, code.dtype, transforms=_inline.spans(c.tokens))
     else:
@@ -272,7 +251,7 @@ def product(*, config: Config, code: _decode.Code, x, w, scales, zeros, channel,
     plan = _plan(config, x=x, w=w, code=code)
     if reason := why_not_config(plan):
         raise ValueError(f"weight_only_matmul: {reason}")
-    inputs = {"x": x.reshape(-1, INPUTS) if config.resident else x, "w": w.reshape(*w.shape[:2], -1, 256)}
+    inputs = {"x": x, "w": w.reshape(*w.shape[:2], -1, 256)}
     given = {"scales": scales, "zeros": zeros}
     inputs |= {name: v.reshape(*v.shape[:2], -1, FEATURES) for name, v in given.items() if v is not None}
     inputs |= {name: v for name, v in (("channel", channel), ("factor", factor)) if v is not None}
@@ -314,8 +293,6 @@ def _block(x: _Plan, r: Any) -> None:
     @pl.when(warpgroup == c.warpgroups)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        if c.resident:
-            plgpu.copy_gmem_to_smem(r.x, r.x_row.at[pl.ds(0, r.x.shape[0])], r.x_there, **IN_BOUNDS)
         lax.fori_loop(0, count, lambda turn, _: _load(x, r, turn, *origin(turn)), None)
         total = count * x.steps  # no block of a cluster may leave while another still signals to it
         for i in range(1, c.stages + 1):
@@ -323,15 +300,7 @@ def _block(x: _Plan, r: Any) -> None:
 
     @pl.when(warpgroup < c.warpgroups)
     def _():
-        if c.ahead:
-            size, first = pl.cdiv(x.M, INPUTS) * x.code.words * 4, origin(0)[1] + (0 if c.split else warpgroup)
-            part, parts = (warpgroup, c.warpgroups) if c.split else (0, 1)
-            _inline_memory.prefetch(r.w, first, 1, size, part, parts, size)
         plgpu.set_max_registers(REGISTERS[c.warpgroups], action="increase")
-        if c.resident:
-            plgpu.barrier_wait(r.x_there)
-            row = r.x_row.at[pl.ds(0, r.x.shape[0])]
-            _one_row.input_sums(row, r.x_sums.at[warpgroup], warpgroup, x.parts, c.deep)
 
         def tile(turn, _):
             token, column = origin(turn)
@@ -354,7 +323,8 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
     c = x.config
     share: Any = {"collective_axes": "member"} if c.cluster > 1 else {}
     rows = min(c.tokens, x.N + -x.N % c.cluster)  # TMA is slow outside; what it leaves alone nobody stores
-    columns, how = pl.ds(column, x.columns), IN_BOUNDS if c.bulk else {}
+    columns = pl.ds(column, x.columns)
+    how: Any = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS} if x.bulk else {}
 
     def step(j, _):
         at = turn * x.steps + j
@@ -365,8 +335,6 @@ def _load(x: _Plan, r: Any, turn, token, column) -> None:
             if source is not None:
                 tiles = pl.ds(j * x.parts, x.parts)
                 plgpu.copy_gmem_to_smem(source.at[columns, tiles], ring.at[slot], full, **how)
-        if c.resident:
-            return
         if c.boxed:
             inputs = pl.ds(j * x.parts * INPUTS, x.parts * INPUTS)
             plgpu.copy_gmem_to_smem(r.x.at[pl.ds(token, c.tokens), inputs], r.x_ring.at[slot], full, **share)
@@ -388,15 +356,8 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
     def tile(slot, i):
         at = part * c.deep + i
         w, s, z = (None if ring is None else ring.at[slot, column, at] for ring in (r.w_ring, r.s_ring, r.z_ring))
-        if c.resident:
-            return w, s, z, None
         y = r.x_ring.at[slot, :, pl.ds(at * INPUTS, INPUTS)] if c.boxed else r.x_ring.at[slot, pl.ds(2 * at, 2)]
         return w, s, z, y
-
-    def row(step, i):
-        """Inputs of a tile, and the number of their sum; behind the last tile codes are 0."""
-        number = jnp.minimum(step * x.parts + part * c.deep + i, r.x.shape[0] - 1)
-        return r.x_row.at[number], step * c.deep + i
 
     def release(slot):
         _inline.release_reads()
@@ -411,13 +372,7 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
             if at[1] == 0:
                 plgpu.barrier_wait(r.full.at[slot])
             w, s, z, y = tile(slot, at[1])
-            if c.resident:
-                y, n = row(first + at[0], at[1])
-                product = _one_row.start(x.code, w, y, over)
-                if waiting is not None:
-                    sums, over = add(sums, waiting, GROUPS)
-                waiting = (s, z, n), product
-            elif x.late:
+            if x.late:
                 scale = _decode.row_scales(x.code, s)
                 product = _decode.start(x.code, None, (w, None, z, y), spare, c.boxed, over)
                 if waiting is not None:
@@ -437,9 +392,6 @@ def _sum(x: _Plan, r: Any, turn, warpgroup):
     def add(sums, waiting, pending):
         scale, product = waiting
         product = _inline.settle(product, pending)
-        if c.resident:
-            s, z, n = scale
-            return _one_row.add(x.code, sums, product, s, z, r.x_sums.at[warpgroup], n), product
         return _inline.add_scaled(sums, scale, product), product
 
     zero = plgpu.layout_cast(jnp.zeros((FEATURES, c.tokens), f32), _inline.WGMMA)
@@ -475,9 +427,6 @@ def _store(x: _Plan, r: Any, tile: Any, sums, token, column) -> None:
         sums = sums * lax.broadcast_in_dim(scale, sums.shape, [0])
     if r.factor is not None:
         sums = sums * r.factor[0]
-    if x.config.resident:
-        _one_row.store(r.o, feature, sums.astype(x.code.dtype))
-        return
     for first in range(0, x.config.tokens, x.piece):
         value = sums[:, first : first + x.piece].astype(x.code.dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

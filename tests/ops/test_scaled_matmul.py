@@ -50,7 +50,7 @@ def test_whole_numbers_and_power_of_two_scales_are_exact(scales, rng):
 CONFIGS = {
     "split": Config(rows=64, features=32, stages=3),
     "split-wide": Config(rows=64, features=64, stages=2),
-    "split-few": Config(rows=64, features=64, stages=2, ahead=512),
+    "split-few": Config(rows=64, features=64, stages=2),
     "split-resident": Config(rows=64, features=32, stages=2, resident=True),
     "rows-128": Config(rows=128, features=64, stages=3, width=1),
     "rows-128-cluster": Config(rows=128, features=64, stages=2, cluster=2),
@@ -106,7 +106,10 @@ def test_rows_beyond_the_end_are_neither_read_nor_written(rng):
 @pytest.mark.parametrize(
     ("N", "F", "scales", "codes", "expected"),
     [
-        (64, 4096, "block", E4M3, Config(rows=64, features=32, stages=8)),
+        (16, 4096, "block", E4M3, Config(rows=64, features=32, stages=8)),
+        (64, 4096, "block", E4M3, Config(rows=64, features=32, stages=8, resident=True)),
+        (64, 4096, "token", E4M3, Config(rows=64, features=32, stages=8)),
+        (64, 8192, "block", E4M3, Config(rows=64, features=64, stages=6)),  # no memory left for scales
         (1, 18432, "token", E4M3, Config(rows=64, features=64, stages=6)),
         (128, 4096, "block", E4M3, Config(rows=64, features=64, stages=6)),
         (4096, 4096, "block", E4M3, Config(rows=256, features=128, stages=4, cluster=2)),
@@ -133,7 +136,6 @@ def test_default_tiles_fill_the_card(N, F, scales, codes, expected):
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"width": 0}, "width must be at least 1, got 0"),
         ({"resident": True}, "resident needs rows=64, got rows=128"),
-        ({"ahead": -1}, "ahead must be at least 0, got -1"),
         ({"rows": 64, "cluster": 2}, "rows=64 needs cluster=1, got cluster=2"),
     ],
 )
@@ -176,17 +178,6 @@ def test_odd_rows_compile_where_thread_blocks_share_them():
     args = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
     assert default_config(**MECHANISM.prepare(**args)).cluster == 2
     _aot.compile_h200(lambda args: scaled_matmul(**args, implementation="mosaic"), args)
-
-
-@pytest.mark.aot
-@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
-def test_weights_that_are_asked_for_ahead_compile():
-    """Features and inputs that fill no tile and no kilobyte, and those that do."""
-    for F, M in ((80, 1168), (128, 1024)):
-        shapes = {"a": ((3, M), E4M3), "b": ((F, M), E4M3), "a_scale": ((3,), "float32"), "b_scale": ((), "float32")}
-        args = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
-        config = Config(rows=64, features=64, stages=2, ahead=4096)
-        _aot.compile_h200(lambda x, c=config: scaled_matmul(**x, implementation="mosaic", config=c), args)
 
 
 def test_quantize_multiply_is_near_the_product(rng):

@@ -115,11 +115,6 @@ CONFIGS = {
     "own-features-boxed": Config(tokens=8, warpgroups=2, deep=2, stages=2, boxed=True),
     "split-2-late": Config(tokens=16, warpgroups=2, split=True, deep=2, stages=2),
     "split-2-together": Config(tokens=32, warpgroups=2, split=True, stages=3, together=2),
-    "resident": Config(tokens=8, warpgroups=2, split=True, stages=2, resident=True),
-    "resident-together": Config(
-        tokens=8, warpgroups=2, split=True, deep=2, stages=2, together=2, resident=True, bulk=True
-    ),
-    "split-2-bulk": Config(tokens=32, warpgroups=2, split=True, stages=2, bulk=True),
     "own-features-together-late": Config(tokens=8, warpgroups=1, stages=2, together=2),
 }
 
@@ -128,8 +123,7 @@ CONFIGS = {
 def test_every_way_to_tile_multiplies_whole_numbers_exactly(name, rng):
     """Codes minus zero points, scales of 1 or 2 and small activations leave nothing to round but the result."""
     config = CONFIGS[name]
-    N = 1 if config.resident else 24 if config.boxed else 21
-    M = 512 if config.bulk else 640 if config.resident else 704 if config.boxed else 656
+    N, M = (24, 704) if config.boxed else (21, 656)
     dtype = "float16" if "together" in name else "bfloat16"
     args = make_inputs(rng, N, M, 256, "gptq", group=M, dtype=dtype)
     args["scales"] = jnp.asarray(rng.integers(1, 3, args["scales"].shape), dtype)
@@ -183,12 +177,6 @@ def test_a_row_of_nan_spoils_no_other(rng):
         ({"cluster": 4}, "cluster must be 1 or 2, got 4"),
         ({"stages": 1}, "stages must lie between 2 and 16, got 1"),
         ({"boxed": True, "cluster": 2}, "boxed activations belong to one thread block, got cluster=2"),
-        (
-            {"tokens": 8, "resident": True},
-            "resident needs tokens=8 and split, not cluster or boxed, got tokens=8, split=False, cluster=1, "
-            "boxed=False",
-        ),
-        ({"tokens": 8, "bulk": True}, "bulk needs split, whose tiles are neighbours"),
         ({"width": 0}, "width must be at least 1, got 0"),
         ({"together": 0}, "together must be at least 1, got 0"),
     ],
@@ -214,15 +202,6 @@ def test_wrong_configurations(options, message):
             "boxed needs input features in multiples of 64 and up to 8 rows or a multiple, got 256 and 12",
         ),
         (
-            Config(tokens=8, split=True, resident=True),
-            "resident needs one row of up to 32768 inputs, a multiple of 128, and 4-bit integers with one scale for "
-            "128, got 5 of 256, u4 and 2",
-        ),
-        (
-            Config(tokens=8, warpgroups=4, split=True, bulk=True),
-            "bulk needs tiles of 128 inputs in multiples of 4, got 2",
-        ),
-        (
             Config(tokens=256, stages=4),
             "tokens=256, warpgroups=2, deep=1, stages=4 needs 316416 bytes of shared memory, more than 232448; use "
             "smaller values",
@@ -238,24 +217,15 @@ def test_configurations_that_do_not_fit(config, message, rng):
 
 @pytest.mark.aot
 @pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
-def test_odd_rows_compile_where_thread_blocks_share_them():
-    args = _tiled("gptq", "float16", N=67, M=256, F=256)
-    assert default_config(N=67, M=256, F=256, bits=4).cluster == 2
+@pytest.mark.parametrize(("N", "M"), [(67, 256), (1, 1024)], ids=["odd-rows-cluster", "one-piece"])
+def test_shapes_that_no_case_has_compile(N, M):
+    """Odd rows that thread blocks share, and slots of several tiles that one copy brings."""
+    args = _tiled("gptq", "float16", N=N, M=M, F=256)
+    config = default_config(N=N, M=M, F=256, bits=4)
+    assert (config.cluster, config.deep * config.warpgroups) == ((2, 1) if N == 67 else (1, M // 128))
     arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
     static = {name: x for name, x in args.items() if name not in arrays}
     _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **static, implementation="mosaic"), arrays)
-
-
-@pytest.mark.aot
-@pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_row_that_stays_compiles(dtype):
-    args = _tiled("gptq", dtype, N=1, M=1024, F=128)
-    arrays = {name: x for name, x in args.items() if hasattr(x, "shape")}
-    static = {name: x for name, x in args.items() if name not in arrays}
-    config = Config(tokens=8, split=True, stages=2, resident=True, bulk=True, ahead=True)
-    args = static | {"implementation": "mosaic", "config": config}
-    _aot.compile_h200(lambda arrays: weight_only_matmul(**arrays, **args), arrays)
 
 
 def test_every_default_configuration_fits():
