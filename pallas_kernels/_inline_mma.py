@@ -66,7 +66,7 @@ def weights(ref: Any) -> jax.Array:
             zero = arith.constant(f32, 0.0)
             numbers = [arith.select(inside, x, zero) for x in numbers]
             found += _split(*numbers)
-        return integers(found, layout)
+        return _integers(found, layout)
 
     out = plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=layout)
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
@@ -178,18 +178,18 @@ def store(ref: Any, sums: jax.Array, squares: jax.Array) -> None:
 
 
 # ---------------------------------------------------------------- instructions
-def assembly(lines, outputs, inputs, *, tied=(), effects: bool) -> list:
-    """Inline PTX; returns its outputs $0.., of constraints `outputs`; `inputs` behind them, `tied` begin outputs.
+def assembly(lines, outputs, inputs, *, effects: bool) -> list:
+    """Inline PTX; returns its outputs $0.., of constraints `outputs`; `inputs` behind them.
 
     Without `effects` the compiler may move or drop it.
     """
     kinds = {"r": ir.IntegerType.get_signless(32), "f": ir.F32Type.get(), "l": ir.IntegerType.get_signless(64)}
     types = [kinds[name[-1]] for name in outputs]
-    constraints = [*outputs, *(name for _, name in inputs), *(str(i) for i in range(len(tied)))]
+    constraints = [*outputs, *(name for _, name in inputs)]
     kind = llvm.StructType.get_literal(types) if len(types) > 1 else types[0] if types else ir.Type.parse("!llvm.void")
     result = llvm.inline_asm(
         kind,
-        [*(value for value, _ in inputs), *tied],
+        [value for value, _ in inputs],
         "{ " + " ".join(lines) + " }",
         ",".join(constraints),
         asm_dialect=0,
@@ -253,7 +253,7 @@ def one(x):
     return fragments.vector.broadcast(ir.VectorType.get((1,), x.type), x)
 
 
-def integers(registers, layout):
+def _integers(registers, layout):
     """An array of int32 in a strided layout of single numbers."""
     kind = layout.to_mgpu()
     values = np.empty(kind.registers_shape((128 * len(registers),)), object)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mhc_once
 from pallas_kernels import mhc_pre as first
 
 _ROWS = 8
@@ -42,7 +43,8 @@ def mhc_head(*, config: Config, residual, fn, scale, base, eps, rms_eps):
         return jnp.zeros((0, M), residual.dtype)
     flat = residual.reshape(N, C * M)
     if config.once:
-        [h] = first.read_once("mhc_head_once", config, flat, fn, scale, base, eps, rms_eps)
+        args = flat, fn, scale, base, eps, rms_eps
+        [h] = _mhc_once.launch("mhc_head_once", config.stages, *args, at_once=config.clusters)
         return h
     weights = first.split_weights(jnp.pad(fn, ((0, _ROWS - C), (0, 0))))
     parts, squares = first.products(config, flat, weights)

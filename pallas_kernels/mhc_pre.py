@@ -14,8 +14,7 @@ and stored. The streams before the update are read once, and nothing waits for a
 of a step in shared memory, so that loads, mixing and products wait for each other: `apart`, which launches `mhc_post`
 and `products` one after the other, is faster although it reads the new streams once more.
 
-With `once` the kernel of `_mhc_once`, or that of `_mhc_cluster`, makes the layer's input in one pass, and
-`_finish_matrices` the rest.
+With `once` the kernel of `_mhc_once` makes the layer's input in one pass, and `_finish_matrices` the rest.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _inline, _inline_memory, _mhc_cluster, _mhc_once, _mosaic
+from pallas_kernels import _inline, _inline_memory, _mhc_once, _mosaic
 from pallas_kernels import mhc_post as update
 
 _STREAMS, _OUTPUTS = 4, 24
@@ -57,10 +56,8 @@ class Config:
 
     `rows` tokens of a thread block, `splits` of the columns among thread blocks, `stages` steps in shared memory;
     where the streams are updated first, 64 rows and 2 stages, and each stream's columns are split. With `once` streams
-    are read once, as `_mhc_once` does it: `stages` tiles of 16 tokens in shared memory, rows and splits do not matter.
-    Its blocks wait for each other, and nothing makes them run at the same time on a GPU that others use, so it is no
-    default. With `cluster` as well they are clusters, which do run at the same time: `_mhc_cluster`, with `clusters` of
-    them or as many as surely find room.
+    are read once, as `_mhc_once` does it, by `clusters` of thread blocks or as many as surely find room: `stages` tiles
+    of 16 tokens in shared memory, rows and splits do not matter.
     With `apart` streams are updated by the kernel of `mhc_post`, and the rest is as without an update.
     """
 
@@ -68,7 +65,6 @@ class Config:
     splits: int = 8
     stages: int = 4
     once: bool = False
-    cluster: bool = False
     clusters: int | None = None
     apart: bool = False
 
@@ -78,10 +74,8 @@ class Config:
                 raise ValueError(f"{name} must be {_mosaic.either(legal)}, got {getattr(self, name)}")
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
-        if self.cluster and not self.once:
-            raise ValueError("cluster=True needs once=True: only blocks that read streams once share tokens")
-        if self.clusters is not None and (self.clusters < 1 or not self.cluster):
-            raise ValueError(f"clusters must be at least 1 and needs cluster=True, got {self.clusters}")
+        if self.clusters is not None and (self.clusters < 1 or not self.once):
+            raise ValueError(f"clusters must be at least 1 and needs once=True, got {self.clusters}")
 
 
 def why_not(*, residual, y, **_) -> str | None:
@@ -99,28 +93,17 @@ def why_not(*, residual, y, **_) -> str | None:
 def _legal(config: Config, C: int, M: int, updated: bool = False) -> bool:
     updated = updated and not config.apart
     if config.once:
-        return _why_not_once(config, M, updated) is None
+        return _mhc_once.why_not(M, config.stages, updated) is None
     steps, rest = divmod(M if updated else C * M, config.splits * _DEPTH)
     fits = not updated or all(getattr(config, name) == value for name, value in _UPDATED.items())
     return fits and not rest and steps >= config.stages
-
-
-def _why_not_once(config: Config, M: int, updated: bool) -> str | None:
-    return (_mhc_cluster if config.cluster else _mhc_once).why_not(M, config.stages, updated)
-
-
-def read_once(name: str, config: Config, *args: Any, **update: Any) -> tuple[jax.Array, ...]:
-    """`_mhc_once.launch`, or by clusters."""
-    if config.cluster:
-        return _mhc_cluster.launch(name, config.stages, *args, at_once=config.clusters, **update)
-    return _mhc_once.launch(name, config.stages, *args, **update)
 
 
 def check(op: str, config: Config, C: int, M: int, updated: bool = False) -> None:
     """Raise `ValueError` if the configuration does not fit C streams of M numbers, which may be updated first."""
     updated = updated and not config.apart
     if config.once:
-        why_not = _why_not_once(config, M, updated)
+        why_not = _mhc_once.why_not(M, config.stages, updated)
         if why_not is not None:
             raise ValueError(f"{op}: {why_not}")
     if not _legal(config, C, M, updated):
@@ -138,8 +121,8 @@ def default_config(*, residual, y=None, **_) -> Config:
     launch with an update takes 131.8 us, apart 75.1 and 44.5; of 64 tokens 17.6 and less than 10 (in a whole model).
     """
     N, C, M = residual.shape
-    if C == _STREAMS and _mhc_cluster.pays(N, M):
-        return Config(once=True, cluster=True, stages=5 if y is None else 4)
+    if C == _STREAMS and _mhc_once.pays(N, M):
+        return Config(once=True, stages=5 if y is None else 4)
     shape: dict[str, Any] = {"rows": 128 if N > 64 else 64, "apart": y is not None}
     legal = [c for c in (Config(splits=s, **shape) for s in _SPLITS) if _legal(c, C, M, y is not None)]
     enough = [c for c in legal if -(-N // c.rows) * c.splits >= 0.9 * _mosaic.num_sms()]
@@ -151,7 +134,7 @@ def configs(*, residual, y=None, **_) -> Iterable[Config]:
     _, C, M = residual.shape
     every = [Config(rows=r, splits=s, stages=n) for r in _ROWS for s in _SPLITS for n in (2, 3, 4, 6)]
     every = [c for c in every if c.stages * c.rows <= 512]
-    every += [Config(once=True, stages=n, cluster=cluster) for cluster in (False, True) for n in (3, 4, 5, 6)]
+    every += [Config(once=True, stages=n) for n in (3, 4, 5)]
     every += [dataclasses.replace(c, apart=True) for c in every if y is not None]
     return [c for c in every if _legal(c, C, M, y is not None)]
 
@@ -172,7 +155,9 @@ def mhc_pre(*, config: Config, residual, fn, scale, base, y, post, comb, iters, 
     flat, numbers = residual.reshape(N, C * M), numbers | {"C": C}
     if config.once:
         given: Any = {} if y is None else {"update": (y, _by_coefficient(post, comb, N - N % -_mhc_once.TOKENS))}
-        x, *new, parts, squares = read_once("mhc_once", config, flat, fn, scale, base, eps, rms_eps, **given)
+        given |= {"at_once": config.clusters}
+        args = flat, fn, scale, base, eps, rms_eps
+        x, *new, parts, squares = _mhc_once.launch("mhc_once", config.stages, *args, **given)
         new = [streams.reshape(N, C, M) for streams in new]
         return x, *_finish_matrices(N, M, parts, squares, scale, base, **numbers), *new
     weights = split_weights(fn)

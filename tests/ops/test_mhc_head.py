@@ -54,11 +54,10 @@ def one_launch(residual, args, config):
     return mhc_head(residual, *weights, implementation="mosaic", config=config)
 
 
-@pytest.mark.parametrize("cluster", [False, True])
-def test_streams_may_be_read_once(cluster, rng, monkeypatch):
-    """Also under vmap, whose launches follow each other: more thread blocks would wait for each other for ever."""
+def test_streams_may_be_read_once(rng, monkeypatch):
+    """Also under vmap, which launches more clusters."""
     monkeypatch.setattr(_mosaic, "num_sms", lambda: 2)
-    args, config = make_inputs(rng, 2 * 35, 512), Config(once=True, stages=2, cluster=cluster)
+    args, config = make_inputs(rng, 2 * 35, 512), Config(once=True, stages=2)
     residual = args["residual"].reshape(2, 35, 4, 512)
     with _mosaic.interpret():
         both = np.asarray(jax.vmap(lambda x: one_launch(x, args, config))(residual), np.float32)
@@ -68,9 +67,7 @@ def test_streams_may_be_read_once(cluster, rng, monkeypatch):
 
 @pytest.mark.aot
 @pytest.mark.skipif(_mosaic.find_ptxas() is None, reason="lacks ptxas")
-@pytest.mark.parametrize(("M", "cluster"), [(7168, False), (4096, True)])
-def test_reading_once_is_one_launch(M, cluster):
-    args = make_inputs(np.random.default_rng(0), 16, M)
-    config = Config(once=True, stages=6 - cluster, cluster=cluster)
+def test_reading_once_is_one_launch():
+    args, config = make_inputs(np.random.default_rng(0), 16, 4096), Config(once=True, stages=5)
     program = _aot.compile_h200(lambda args: one_launch(args["residual"], args, config), args)
     assert program.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1

@@ -20,9 +20,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._exchange import everywhere, keep
-from pallas_kernels._inline import WGMMA, arith, bits, ir, utils
-from pallas_kernels._inline_mma import TOKENS, address, assembly
+from pallas_kernels._inline import WGMMA, arith, bits, ir, llvm, mgpu, utils
+from pallas_kernels._inline_mma import TOKENS, address, assembly, one
 
 GATES = 4
 """Numbers of a token that all blocks get."""
@@ -153,9 +152,9 @@ def receive(
                 strides, _ = ir.MemRefType(kept.type).get_strides_and_offset()
                 f32 = ir.F32Type.get()
                 where = [arith.addi(arith.muli(token, _c(strides[0])), column)]
-                keep(inside, "f32 [$1], $2", utils.getelementptr(utils.memref_ptr(kept), where, f32), [(total, "f")])
+                _keep(inside, utils.getelementptr(utils.memref_ptr(kept), where, f32), total)
                 where = utils.getelementptr(utils.memref_ptr(squares), [token], f32)
-                keep(arith.andi(mine, _is("eq", lane, outputs)), "f32 [$1], $2", where, [(total, "f")])
+                _keep(arith.andi(mine, _is("eq", lane, outputs)), where, total)
             square = _lane(total, outputs)
             text = [f"fma.rn.f32 $0, $1, {_literal(scale)}, {_literal(eps)};", "rsqrt.approx.f32 $0, $0;"]
             [norm] = assembly(text, ["=&f"], [(square, "f")], effects=False)
@@ -181,7 +180,7 @@ def take(slot_ref: Any, barriers_ref: Any, turn, outputs: int, layout: Any) -> l
         at = arith.addi(address(slot), token)
         line = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{4 * TOKENS * GATES * lines(outputs)}];"
         found = assembly([line], ["=f"] * 4, [(at, "r")], effects=True)
-        return tuple(everywhere(x, layout.to_mgpu()) for x in found)
+        return tuple(_everywhere(x, layout.to_mgpu()) for x in found)
 
     out = (plgpu.ShapeDtypeStruct((TOKENS,), jnp.float32, layout=layout),) * GATES
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WGMMA), return_type=out)
@@ -199,7 +198,7 @@ def load_rows(ref: Any, rows: Sequence[int], layout: Any) -> list[jax.Array]:
         found = []
         for i in rows:
             found += assembly([f"ld.shared.f32 $0, [$1+{4 * TOKENS * i}];"], ["=f"], [(at, "r")], effects=True)
-        return tuple(everywhere(x, layout.to_mgpu()) for x in found)
+        return tuple(_everywhere(x, layout.to_mgpu()) for x in found)
 
     out = (plgpu.ShapeDtypeStruct((TOKENS,), jnp.float32, layout=layout),) * len(rows)
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
@@ -245,6 +244,22 @@ def _lane(x, lane: int):
     line = f"shfl.sync.idx.b32 $0, $1, {lane}, 0x1f, 0xffffffff;"
     [found] = assembly([line], ["=f"], [(x, "f")], effects=True)
     return found
+
+
+def _everywhere(x, layout):
+    """An array [16] of which each thread has one number."""
+    registers = np.empty(layout.registers_shape((TOKENS,)), object)
+    for i in np.ndindex(registers.shape):
+        registers[i] = one(x)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _keep(predicate, pointer, number) -> None:
+    """Store a float32 in global memory."""
+    predicate = arith.extui(ir.IntegerType.get_signless(32), predicate)
+    where = llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+    lines = [".reg .pred p;", "setp.ne.b32 p, $0, 0;", "@p st.global.f32 [$1], $2;"]
+    assembly(lines, [], [(predicate, "r"), (where, "l"), (number, "f")], effects=True)
 
 
 def _send(predicate, where, barrier, member, numbers: list) -> None:
