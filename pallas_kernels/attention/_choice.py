@@ -26,8 +26,6 @@ def illegal(x: Plan) -> str | None:
         return f"pages_at_once must divide the {x.copies} pages of a block, got {c.pages_at_once}"
     if c.by_warps and x.copies % WARPS:
         return f"by_warps needs a multiple of {WARPS} pages of a block, got {x.copies}"
-    if c.pair and x.page is not None:
-        return "pair needs packed keys; use pair=False for pages"
     if c.share_o and x.Dv > x.D:
         return f"share_o needs values no wider than keys, got {x.Dv} and {x.D}"
     wide = 176 if x.D == x.Dv == 128 else 128

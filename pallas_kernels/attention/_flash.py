@@ -7,8 +7,8 @@ next tile's data arrive while this one is computed.
 
 A consumer issues Q K^T of the next block and P V of the last one together, and takes the softmax of the former while
 the latter still runs (the overlap within a warpgroup of FlashAttention-3, https://arxiv.org/abs/2407.08608). Consumers
-take turns at the tensor core. Blocks are walked from the newest keys to the oldest; only those that some row does not
-see in full are masked.
+do not wait for each other. Blocks are walked from the newest keys to the oldest; only those that some row does not see
+in full are masked.
 
 Products accumulate in float32, P is rounded to the dtype of q, the softmax runs in base 2.
 """
@@ -33,7 +33,7 @@ from pallas_kernels.attention._parts import clean, closed, split, stage_of
 from pallas_kernels.attention._plan import PIECE, ROWS, TOLD, WARPS, Plan, scratch
 
 OPTIONAL = ("sinks", "lse", "key_start", "page_table", "lengths", "first_tile", "segments")
-OPTIONAL += ("p_tile", "taken", "turn", "o_turn")
+OPTIONAL += ("p_tile", "taken")
 """References that a kernel may do without."""
 f32, i32 = jnp.float32, jnp.int32
 
@@ -58,7 +58,7 @@ def launch(x: Plan, inputs: dict[str, Any], return_lse: bool, name: str, *, as_r
 def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> list[Any]:
     outputs = {"o": jax.ShapeDtypeStruct((x.N, x.H, x.Dv), x.dtype)}
     if return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.warpgroups, ROWS), f32)
+        outputs["lse"] = jax.ShapeDtypeStruct((x.slots, x.chunks, x.config.consumers, ROWS), f32)
 
     def body(*refs, **memory):
         given = dict(zip((*inputs, *outputs), refs, strict=True))
@@ -75,7 +75,6 @@ def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> 
         scratch_types=scratch(x),
         grid=(x.grid,),
         grid_names=("cta",),
-        **({"cluster": (2,), "cluster_names": ("member",)} if x.config.pair else {}),
         num_threads=x.config.consumers + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -88,10 +87,10 @@ def _launch(x: Plan, inputs: dict[str, Any], *, return_lse: bool, name: str) -> 
 
 def sink_rows(x: Plan, sinks):
     """Sinks [H] in base 2 as each tile's rows need them: float32 [chunks, warpgroups, ROWS]."""
-    row = jnp.arange(ROWS * x.config.warpgroups)
+    row = jnp.arange(ROWS * x.config.consumers)
     head = row % x.config.block_g if x.config.one_pass else row // x.block_q
     sinks = jnp.clip(sinks.astype(f32) * LOG2E, FLOOR, -FLOOR)
-    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.warpgroups, ROWS)
+    return sinks.reshape(-1, x.config.block_g)[:, head].reshape(x.chunks, x.config.consumers, ROWS)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -133,20 +132,15 @@ def _block(x: Plan, r: Any) -> None:
         at = tiles & (TOLD - 1)
         r.tile[at, tiles_of.FIELDS.index("blocks")] = i32(0)
         plgpu.barrier_arrive(r.told.at[at])
-        if x.interpreted or x.config.pair:  # no thread block of a pair may leave while the other still signals to it
+        if x.interpreted:
             (_span.drain if x.config.one_pass else _drain)(x, r, tiles, steps)
 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(computing, action="increase")
-        turns = [turn for turn in (r.turn, r.o_turn) if turn is not None]
-        for turn in turns:
-            pl.when(warpgroup == consumers - 1)(lambda turn=turn: plgpu.barrier_arrive(turn.at[0]))
         consume = functools.partial(_consume, x, r, warpgroup)
         lax.while_loop(lambda at: at >= 0, consume, i32(0))
         plgpu.wait_smem_to_gmem(0)
-        for turn in turns if x.interpreted else ():
-            pl.when(warpgroup == 0)(lambda turn=turn: plgpu.barrier_wait(turn.at[0]))
 
 
 # ---------------------------------------------------------------- producer
@@ -191,7 +185,6 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
     """Bring q and all blocks; keys run one block ahead of values, as the consumers need them."""
     block_kv, num_stages = x.config.block_kv, x.config.num_stages
 
-    share: Any = {"collective_axes": "member"} if x.config.pair else {}
     row, skipped = (None, None) if r.segments is None else (r.table_row[t.request], r.first_page[t.request])
 
     def pages(i):
@@ -230,7 +223,7 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
             kv_head, _ = split(t.chunk, x.chunks // x.K)
             part = source.at[*place, kv_head, pl.ds(piece * PIECE, PIECE)]
             rows = pl.ds(pl.multiple_of(copy * size, size), size)
-            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full, **share)
+            plgpu.copy_gmem_to_smem(part, ring.at[piece, rows], full)
 
     def fetch_pages(source, ring, full, i, start, size):
         assert x.page is not None
@@ -325,7 +318,7 @@ def _fetch_q(x: Plan, r: Any, t: Any, first) -> None:
         place, piece = split(n, pieces)
         consumer, part = split(place, parts)
         row = pl.multiple_of(part * x.piece_q, x.piece_q)
-        token = _of_tile(x, consumer) * ROWS + row
+        token = consumer * ROWS + row
         head = t.chunk * x.config.block_g + lax.div(token, i32(x.block_q))
         first_row = lax.rem(t.token0, i32(x.q_rows)) if x.q_rows < x.N else t.token0
         tokens = pl.ds(first_row + lax.rem(token, i32(x.block_q)), x.piece_q)
@@ -349,18 +342,6 @@ def _consume(x: Plan, r: Any, warpgroup, at):
     return lax.cond(t.blocks > 0, tile, lambda: i32(-1))
 
 
-def _of_tile(x: Plan, warpgroup):
-    """Number of a consumer among those of the tile."""
-    return lax.axis_index("member") * x.config.consumers + warpgroup if x.config.pair else warpgroup
-
-
-def _release(x: Plan, barrier) -> None:
-    """Say that keys or values are read; of a pair's barrier only some threads tell, so that all must be done."""
-    if x.config.pair:
-        tiles_of.meet(x.interpreted)
-    plgpu.barrier_arrive(barrier)
-
-
 def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     c = x.config
     mine = first_q + warpgroup if c.q_stages > 1 else warpgroup  # where this warpgroup's q lies
@@ -373,14 +354,6 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
     def after(at):
         return jnp.where(at == c.num_stages - 1, 0, at + 1) if c.num_stages > 1 else at
 
-    def wait_turn():
-        if r.turn is not None:
-            plgpu.barrier_wait(r.turn.at[warpgroup])
-
-    def pass_turn():
-        if r.turn is not None:
-            plgpu.barrier_arrive(r.turn.at[_following(x, warpgroup)])
-
     def plain(start):
         """Whether no row's range ends within the block from key `start` on: below, above."""
         return start >= t.plain_low, start <= t.plain_high
@@ -391,16 +364,13 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         """
         if x.softcap is not None:
             s = jnp.tanh(s * (x.scale / x.softcap))
-        s = _masked(x, t, _of_tile(x, warpgroup), start, plain, s)
+        s = _masked(x, t, warpgroup, start, plain, s)
         peak = jnp.max(lanes.folded(s, jnp.max, x.interpreted), axis=1) * sharp
         return s, jnp.where(peak - m > c.slack, peak, m)
 
-    def powers(s, m):
-        return jnp.exp2(s * sharp - softmax.across(m, s))
-
     def weights(s, m, m_new, total):
         """Sums, and P."""
-        p = powers(s, m_new)
+        p = jnp.exp2(s * sharp - softmax.across(m_new, s))
         alpha = softmax.across(jnp.exp2(m - m_new), total)
         return total * alpha + lanes.folded(p, jnp.sum, x.interpreted), p.astype(x.dtype)
 
@@ -409,14 +379,12 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
 
         def product(acc):
             plgpu.barrier_wait(r.k_bar.at[at])
-            wait_turn()
             for n in range(x.D // PIECE):
                 plgpu.wgmma(acc, r.q_tile.at[mine + t.zero, n], r.k_tile.at[at, n].T)
-            pass_turn()
             return acc[...]
 
         s = pl.run_scoped(product, _mosaic.ACC((ROWS, c.block_kv), f32))
-        _release(x, r.k_free.at[at])
+        plgpu.barrier_arrive(r.k_free.at[at])
         return s
 
     def values_there(at, *, early):
@@ -432,32 +400,24 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
             s, m_new = maxima(scores(at), m, start, plain(start))
             total, p = weights(s, m, m_new, total)
             values_there(at, early=True)
-            _release(x, r.v_free.at[before])
+            plgpu.barrier_arrive(r.v_free.at[before])
             return m_new, total, lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted), p, at, start
 
         plgpu.barrier_wait(r.k_bar.at[at])
         values_there(before, early=False)
-        wait_turn()
         s, o = _products.products(r.q_tile.at[mine + t.zero], r.k_tile.at[at], r.v_tile.at[before], o, p)
-        pass_turn()
         whole = plain(start)  # read while the products run
         plgpu.wgmma_wait(1)
         s = lax.optimization_barrier(s)
-        _release(x, r.k_free.at[at])
+        plgpu.barrier_arrive(r.k_free.at[at])
         s, m_new = maxima(s, m, start, whole)
-        early, late = lanes.split(s, c.exps_first)
-        ps = [lax.optimization_barrier(powers(s, m_new)) for s in early]
-        sums = [lax.optimization_barrier(lanes.folded(p, jnp.sum, x.interpreted)) for p in ps]
         values_there(at, early=True)
-        plgpu.wgmma_wait(0)  # before the other exponentials: P is then packed, and o rescaled, beside them
+        plgpu.wgmma_wait(0)  # before the exponentials: P is then packed, and o rescaled, beside them
         o = lax.optimization_barrier(o)
-        _release(x, r.v_free.at[before])
-        alpha = jnp.exp2(m - m_new)
-        o = lanes.rescaled(o, alpha, x.interpreted)
-        ps += [powers(s, m_new) for s in late]
-        sums += [lanes.folded(p, jnp.sum, x.interpreted) for p in ps[len(sums) :]]
-        total = sum(sums, total * softmax.across(alpha, total))
-        return m_new, total, o, lanes.joined([p.astype(x.dtype) for p in ps]), at, start
+        plgpu.barrier_arrive(r.v_free.at[before])
+        o = lanes.rescaled(o, jnp.exp2(m - m_new), x.interpreted)
+        total, p = weights(s, m, m_new, total)
+        return m_new, total, o, p, at, start
 
     plgpu.barrier_wait(r.q_bar.at[mine])
     m, _, (total, o) = softmax.start(ROWS, (lanes.LANE, x.Dv))
@@ -473,14 +433,8 @@ def _attend(x: Plan, r: Any, t: Any, warpgroup, first_q) -> None:
         plgpu.barrier_arrive(r.q_free.at[stage_of(x, t._at)])
     values_there(last, early=False)
     o = _add_product(x, r, warpgroup, o, p, r.v_tile.at[last])
-    _release(x, r.v_free.at[last])
+    plgpu.barrier_arrive(r.v_free.at[last])
     _finish(x, r, t, warpgroup, (m, jnp.sum(total, axis=1), (o,)), mine)
-
-
-def _following(x: Plan, warpgroup):
-    """The warpgroup whose turn is next."""
-    following = warpgroup + 1
-    return jnp.where(following == x.config.consumers, 0, following)
 
 
 def _masked(x: Plan, t: Any, warpgroup, start, plain, s):
@@ -532,13 +486,9 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     With `share_o` the output leaves through q's memory, at `mine`.
     """
     warpgroup = warpgroup + t.zero
-    place = mine + t.zero if x.config.share_o else 0 if x.config.o_turns else warpgroup
-    of_tile = _of_tile(x, warpgroup)
-    state = closed(r, t, of_tile, state)
-    if x.config.o_turns:
-        plgpu.barrier_wait(r.o_turn.at[warpgroup])
-    else:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    place = mine + t.zero if x.config.share_o else warpgroup
+    state = closed(r, t, warpgroup, state)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     (o,) = softmax.output(state)
     for n in range(x.Dv // PIECE):
         r.o_rows[place, n] = o[:, n * PIECE : (n + 1) * PIECE].astype(x.dtype)
@@ -553,7 +503,7 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
     @pl.loop(0, ROWS // x.piece_q)
     def _(n):
         row = n * x.piece_q
-        head, token = t.chunk, of_tile * ROWS + row
+        head, token = t.chunk, warpgroup * ROWS + row
         if x.config.block_g > 1:
             head = head * x.config.block_g + lax.div(token, i32(x.block_q))
             token = lax.rem(token, i32(x.block_q))
@@ -565,9 +515,6 @@ def _finish(x: Plan, r: Any, t: Any, warpgroup, state, mine) -> None:
             pl.when((count & size) != 0)(functools.partial(store, row + done, head, token + done, size))
             size //= 2
 
-    if x.config.o_turns:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(r.o_turn.at[_following(x, warpgroup)])
     if x.config.share_o:  # the next q may come where this output has left
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(r.q_free.at[0])

@@ -35,38 +35,6 @@ def folded(s, reduction, interpreted: bool):
     return inline(fold)(s)
 
 
-def split(s, columns: int) -> tuple[list[Any], list[Any]]:
-    """The first columns of s, a multiple of LANE, and the others, each as a list of none or one."""
-    rows, total = s.shape
-    if columns in (0, total):
-        return ([s], []) if columns else ([], [s])
-
-    def cut(context, s):
-        del context
-        return s[:, :columns], s[:, columns:]
-
-    kinds = [plgpu.ShapeDtypeStruct((rows, n), s.dtype, layout=ACC) for n in (columns, total - columns)]
-    inline: Any = plgpu.inline_mgpu(arg_types=(ACC,), return_type=kinds)
-    first, last = inline(cut)(s)
-    return [first], [last]
-
-
-def joined(parts: list[Any]):
-    """Arrays side by side."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(context, *parts):
-        del context
-        registers = np.concatenate([part.registers for part in parts], axis=1)
-        return _mosaic.gpu.FragmentedArray(_registers=registers, _layout=parts[0].layout, _is_signed=None)
-
-    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    kind = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=ACC)
-    inline: Any = plgpu.inline_mgpu(arg_types=(ACC,) * len(parts), return_type=kind)
-    return inline(join)(*parts)
-
-
 def rescaled(o, alpha, interpreted: bool):
     """O * alpha, [rows, columns] by [rows]; warps whose rows all have alpha = 1 skip it, which changes no bit."""
     if interpreted:

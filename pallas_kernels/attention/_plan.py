@@ -41,8 +41,6 @@ class Config:
     """Steps whose keys and values may be on their way at once."""
     share_o: bool = False
     """The output leaves through q's memory, which saves shared memory; the next q waits for it."""
-    o_turns: bool = False
-    """Outputs leave through memory of one warpgroup, in turns; saves less than `share_o`, but q need not wait."""
     q_stages: int = 1
     """Tiles whose q may be there at once; with 2 tiles need not wait for their q."""
     pages_at_once: int = 1
@@ -51,15 +49,8 @@ class Config:
     """Each warp of the producer issues the copies of every fourth page of a block; interpreted they do not."""
     dynamic: bool = False
     """Thread blocks take the next tile when they are ready for it instead of every so many; interpreted they do not."""
-    pair: bool = False
-    """Two thread blocks take a tile of twice the rows, and each fetches half of the keys and values for both."""
     one_pass: bool = False
     """Causal windows that fit one block: no loop over keys, see `_span`; `block_kv` means nothing then."""
-    take_turns: bool = True
-    """Consumers take turns at the tensor core."""
-    exps_first: int = 0
-    """Keys of a step, a multiple of 16, whose exponentials are taken before the wait for the last step's P V; of the
-    others P is packed at once. Interpreted, and where nothing overlaps, all follow it."""
     slack: int = 8
     """How far, in powers of two, scores may exceed what the softmax subtracts before o is rescaled; 0 subtracts the
     running maximum."""
@@ -75,24 +66,16 @@ class Config:
             raise ValueError(f"q_stages must be 1 or 2, got {self.q_stages}")
         if self.share_o and self.q_stages > 1:
             raise ValueError("share_o=True leaves room for one q; use q_stages=1")
-        if self.o_turns and (self.share_o or self.consumers == 1):
-            raise ValueError("o_turns=True is for several consumers without share_o; use False")
         if self.pages_at_once not in (1, 2, 4):
             raise ValueError(f"pages_at_once must be 1, 2 or 4, got {self.pages_at_once}")
-        if self.exps_first not in range(0, self.block_kv + 1, 16):
-            raise ValueError(
-                f"exps_first must be a multiple of 16, at most block_kv={self.block_kv}, got {self.exps_first}"
-            )
         if not 0 <= self.slack <= 8:
             raise ValueError(f"slack must lie between 0 and 8, got {self.slack}")
-        if self.pair and (self.one_pass or self.dynamic):
-            raise ValueError("pair=True is not for one_pass or dynamic; use False")
-        rows = ROWS * self.warpgroups
+        rows = ROWS * self.consumers
         if self.one_pass:
             if self.block_g not in (1, 2, 4, 8):
                 raise ValueError(f"block_g must be 1, 2, 4 or 8 with one_pass, got {self.block_g}")
-            if self.share_o or self.o_turns:
-                raise ValueError("share_o=True and o_turns=True are not for one_pass; use False")
+            if self.share_o:
+                raise ValueError("share_o=True is not for one_pass; use share_o=False")
         elif (
             self.block_g < 1 or rows % self.block_g or (self.block_q % ROWS and ROWS % self.block_q) or self.block_q < 8
         ):
@@ -101,14 +84,9 @@ class Config:
             )
 
     @property
-    def warpgroups(self) -> int:
-        """Consumers of a tile."""
-        return self.consumers * (2 if self.pair else 1)
-
-    @property
     def block_q(self) -> int:
         """Tokens of a tile."""
-        return ROWS * self.warpgroups // self.block_g
+        return ROWS * self.consumers // self.block_g
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,14 +195,9 @@ class Plan:
         return self.config.dynamic and not self.interpreted
 
     @property
-    def members(self) -> int:
-        """Thread blocks of a tile."""
-        return 2 if self.config.pair else 1
-
-    @property
     def grid(self) -> int:
-        """Thread blocks, or pairs of them."""
-        return min(self.num_sms // self.members, self.slots * self.chunks)
+        """Thread blocks."""
+        return min(self.num_sms, self.slots * self.chunks)
 
 
 # ---------------------------------------------------------------- scratch memory
@@ -254,13 +227,12 @@ def scratch(x: Plan) -> dict[str, Any]:
         for name, shape in shapes.items()
     }
     if not c.share_o:
-        out["o_rows"] = memory((1 if c.o_turns else c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
+        out["o_rows"] = memory((c.consumers, x.Dv // PIECE, ROWS, PIECE), rows)
     if x.interpreted:  # the interpreter multiplies what is in shared memory only
         span = 128 if c.block_kv % 64 == 0 else 32
         p_tile = _mosaic.swizzled(span, bytes_per_value=2)
         out["p_tile"] = memory((c.consumers, ROWS, c.block_kv), p_tile)
-    free: dict[str, Any] = {"num_arrivals": c.consumers, "num_barriers": c.num_stages}
-    released = plgpu.ClusterBarrier(collective_axes=("member",), **free) if c.pair else plgpu.Barrier(**free)
+    released = plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.num_stages)
     out |= {
         "tile": plgpu.SMEM((TOLD, 32), jnp.int32),
         "told": plgpu.Barrier(num_barriers=TOLD),
@@ -276,10 +248,6 @@ def scratch(x: Plan) -> dict[str, Any]:
         out["numbers"] = plgpu.SMEM((2, x.copies), jnp.int32)
     if c.dynamic:
         out["next_tile"] = plgpu.SMEM((1,), jnp.int32)
-    if c.consumers > 1 and c.take_turns:
-        out["turn"] = plgpu.Barrier(num_barriers=c.consumers)
-    if c.o_turns:
-        out["o_turn"] = plgpu.Barrier(num_barriers=c.consumers)
     return out
 
 

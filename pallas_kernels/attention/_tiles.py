@@ -115,20 +115,6 @@ def counted(launch, x: Plan, inputs: dict[str, Any]):
     return run(inputs)
 
 
-def meet(interpreted: bool) -> None:
-    """Wait until all warps of a warpgroup are here."""
-    if interpreted:
-        plgpu.commit_smem()
-        return
-
-    def barrier(context):
-        del context
-        _mosaic.gpu_utils.warpgroup_barrier()
-
-    inline: Any = plgpu.inline_mgpu()
-    inline(barrier)()
-
-
 def take(x: Plan, r: Any):
     """The next tile that no thread block has taken; the first ones, one a thread block, are not counted."""
 

@@ -73,7 +73,7 @@ def test_two_queries_and_three_keys_by_hand(implementation):
     o, lse = run(implementation, args, return_lse=True)
     assert o[:, 0, 0].tolist() == [5, 9]
     assert not o[..., 1:].any()
-    np.testing.assert_array_max_ulp(lse[:, 0], np.log(np.float32([3, 7])), 2)
+    np.testing.assert_array_max_ulp(lse[:, 0], np.log(np.array([3, 7], np.float32)), 2)
     # a sink of logit 0 is a fourth weight of 1 without a value: 15 / 4 and 63 / 8
     o, with_sink = run(implementation, args, return_lse=True, sinks=jnp.zeros(1))
     assert o[:, 0, 0].tolist() == [3.75, 7.875]
@@ -219,7 +219,7 @@ def rising(rng, step, dtype="bfloat16", **options):
     args = make_inputs(rng, queries, keys, H=4, K=1, D=D, dtype=dtype, return_lse=True)
     end = np.repeat(np.cumsum(keys), keys)
     q, k = np.zeros((sum(queries), 4, D), np.float32), np.zeros((sum(keys), 1, D), np.float32)
-    q[..., 0] = np.where(np.arange(sum(queries)) % 5 == 4, -1, 1)[:, None] * np.float32([1, 0.5, 2, 0])
+    q[..., 0] = np.where(np.arange(sum(queries)) % 5 == 4, -1, 1)[:, None] * np.array([1, 0.5, 2, 0], np.float32)
     k[:, 0, 0] = (end - 1 - np.arange(sum(keys))) // BLOCK
     k[:, 0, 1:] = rng.standard_normal((sum(keys), D - 1)) / 8
     q[..., 1:] = rng.standard_normal((sum(queries), 4, D - 1)) / 8
