@@ -26,6 +26,7 @@ from jax._src.pallas.mosaic_gpu import core as _core
 from jax._src.pallas.mosaic_gpu import lowering as _lowering
 from jax._src.pallas.mosaic_gpu import primitives as _primitives
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as _interpreter
+from jax._src.state import discharge as _discharge
 from jax._src.state import primitives as _state
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
@@ -120,6 +121,17 @@ def current_trace() -> Any:
     """The trace that calls are recorded in, an object that can be referenced weakly; None outside of any."""
     now = jax_core.trace_ctx.trace
     return None if now is jax_core.eval_trace else now
+
+
+def discharged(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` without the references that it makes with `jax.new_ref`: a kernel that writes to them returns them.
+
+    jit does so itself, but not inside `jax.custom_jvp`, where ops run kernels.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    pure = _discharge.discharge_state(closed)
+    run: Any = jax.extend.core.jaxpr_as_fun(pure)
+    return jax.tree.unflatten(jax.tree.structure(shapes), run(*jax.tree.leaves(args)))
 
 
 # ---------------------------------------------------------------- device code

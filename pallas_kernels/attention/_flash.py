@@ -247,9 +247,8 @@ def _fetch(x: Plan, r: Any, t: Any, tiles) -> None:
 
         numbers = [r.numbers[i & 1, n] for n in range(x.copies)]  # warps read no memory
 
-        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-        def _():
-            warp = lax.axis_index("warp")
+        @plgpu.warp_map
+        def _(warp):
             for first in range(0, x.copies, WARPS):
                 place, number = first + warp, numbers[first]
                 for n in range(1, WARPS):

@@ -112,9 +112,8 @@ def _bring_chunks(x: Plan, source, ring, full, places, kv_head, ahead) -> None:
             copy(n, *place)
         return
 
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-    def _():
-        warp = lax.axis_index("warp")
+    @plgpu.warp_map
+    def _(warp):
         for first in range(0, x.copies, WARPS):
             number, offset = places[first]
             for n, place in enumerate(places[first + 1 : first + WARPS]):
