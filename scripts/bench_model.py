@@ -277,8 +277,15 @@ def step_kernels(launch: Callable[[], Any], restart: Callable[[], None]) -> tupl
 
     Means of several steps without a pause, because the clock of a GPU that has just rested is higher.
     """
+
+    def run():
+        out = None
+        for _ in range(STEPS):
+            out = launch()  # the next step uses up what this one returns
+        jax.block_until_ready(out)
+
     restart()
-    seen = _aot.kernel_times(lambda: jax.block_until_ready([launch() for _ in range(STEPS)]))
+    seen = _aot.kernel_times(run)
     found: dict[str, float] = {}
     for name, us in seen:
         found[name] = found.get(name, 0.0) + us / STEPS

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,3 +189,19 @@ def test_peers_need_a_library(tmp_path, capsys):
     with pytest.raises(SystemExit):
         lines(tmp_path, "--piece", "peers")
     assert "--piece peers needs --peer vllm, torch or jax" in capsys.readouterr().err
+
+
+def test_kernels_of_steps_that_use_up_what_the_step_before_returned(monkeypatch):
+    step, state = jax.jit(lambda x: x + 1, donate_argnums=0), [jnp.zeros(3)]
+
+    def launch():
+        state[0] = step(state[0])
+        return state[0]
+
+    def three_a_step(run):
+        run()
+        return [("multiply", 2.0), ("add", 1.0), ("multiply", 4.0)] * bench_model.STEPS
+
+    monkeypatch.setattr(bench_model._aot, "kernel_times", three_a_step)
+    assert bench_model.step_kernels(launch, lambda: None) == (3, {"multiply": 6.0, "add": 1.0})
+    assert state[0][0] == bench_model.STEPS
