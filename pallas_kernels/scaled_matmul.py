@@ -207,7 +207,7 @@ def default_config(**args) -> Config:
     x = _plan(Config(), **args)
     if x.integer and not x.blocks and x.N > 512:
         return Config(rows=256, stages=4)
-    if x.blocks and x.together % 256 == 0 and pl.cdiv(x.N, 256) * (x.F // 128) >= 2 * _mosaic.num_sms():
+    if x.blocks and x.N > 128 and x.together % 256 == 0 and pl.cdiv(x.N, 256) * (x.F // 128) >= 2 * _mosaic.num_sms():
         return Config(rows=256, stages=4, cluster=2)
 
     def enough(rows, features):

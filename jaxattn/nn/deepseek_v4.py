@@ -116,7 +116,7 @@ class Indexer(nnx.Module):
         cache: CompressorState,
         batch: V4Batch,
     ) -> Int32[Array, "N topk"]:
-        """The best entries of each token, rising, counted from its request's first, -1 behind; updates `cache` first.
+        """The best entries of each token, counted from its request's first; updates `cache` first.
 
         Keys stay where they are: `jaxattn.indexer` reads those of a token through its request's row of `entry_table`.
         """
@@ -145,7 +145,6 @@ class Indexer(nnx.Module):
             requests=batch.request,
             page=cache.page,
             format=cache.format,
-            order="rising",
             implementation=self.implementation,
         )
 

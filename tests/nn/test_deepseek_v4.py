@@ -186,9 +186,7 @@ def copied(module, entries, x, q, where, format):
         codes = mx.dequantize(codes, scale[0]) if fp4 else codes
     keys, scales = indexer_keys(entries, where.entry_table, format=format, page=64)
     start, count = where.request * keys.shape[1], jnp.maximum(where.positions + 1, 0) // 4
-    return indexer(
-        codes, weights, keys.reshape(-1, 128), scales.reshape(-1), start, start + count, topk=5, order="rising"
-    )
+    return indexer(codes, weights, keys.reshape(-1, 128), scales.reshape(-1), start, start + count, topk=5)
 
 
 def pages(rng, format, slots):
@@ -312,9 +310,7 @@ def composed(a, x, kept, lengths):
     codes, weights = indexer_q(project(a.indexer.wq_b, q).reshape(N, heads, 128), weights, at, cos_sin)
     k, scale = indexer_keys(keys, rows[2], format="indexer_fp8", page=64)
     start, count = 128 * request, (at + 1) // 4
-    best = np.asarray(
-        indexer(codes, weights, k.reshape(-1, 128), scale.reshape(-1), start, start + count, topk=3, order="rising")
-    )
+    best = np.asarray(indexer(codes, weights, k.reshape(-1, 128), scale.reshape(-1), start, start + count, topk=3))
     seen, chosen = np.full((2, N, 128), -1, np.int32)
     for n, (b, p) in enumerate(zip(request, at, strict=True)):
         seen[n, : p + 1] = 512 * b + np.arange(p + 1)

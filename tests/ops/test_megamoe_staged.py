@@ -94,5 +94,5 @@ def test_the_fused_quantizer_gives_the_bits_of_the_staged_one(rng):
 
 def test_configurations_that_leave_no_codes_are_refused(rng):
     args = make_inputs(rng, 8, 1, 2, 64, 64)
-    with pytest.raises(ValueError, match="need eight=True, got eight=False"):
+    with pytest.raises(ValueError, match="need eight=True and codes=False, got eight=False and codes=False"):
         kernel(args, tokens=8, warpgroups=1)

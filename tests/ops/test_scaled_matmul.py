@@ -112,6 +112,8 @@ def test_rows_beyond_the_end_are_neither_read_nor_written(rng):
         (64, 8192, "block", E4M3, Config(rows=64, features=64, stages=6)),  # no memory left for scales
         (1, 18432, "token", E4M3, Config(rows=64, features=64, stages=6)),
         (128, 4096, "block", E4M3, Config(rows=64, features=64, stages=6)),
+        (1, 36864, "block", E4M3, Config(rows=64, features=64, stages=6)),
+        (128, 36864, "block", E4M3, Config(rows=128, features=128, stages=6, cluster=2)),
         (4096, 4096, "block", E4M3, Config(rows=256, features=128, stages=4, cluster=2)),
         (1024, 4096, "block", E4M3, Config(rows=128, features=128, stages=6, cluster=2)),
         (4096, 4096, "token", "int8", Config(rows=256, features=128, stages=4)),
