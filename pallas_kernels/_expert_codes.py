@@ -16,6 +16,7 @@ The weight is wgmma's A operand. As in `_nibbles` a lane takes sixteen neighbour
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,21 +56,13 @@ def permute(x: jax.Array) -> jax.Array:
     return y.transpose(*range(first), *(first + i for i in (1, 2, 0, 3))).reshape(x.shape)
 
 
-def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
-    """`ref[...] = permute(value.T)` of a value [64, n], else as `_inline.store_transposed`."""
-    if _mosaic.interpreting():
-        ref[...] = permute(value.T)
-        return
+def _column(thread):
+    # feature 16 c + 8 m + 4 k + i lies in warp c, lanes 4 (4 k + i) to 4 (4 k + i) + 3
+    k_i = arith.addi(_inline.bits(thread, 4, 1, 4), _inline.bits(thread, 2, 3, 0))
+    return arith.addi(k_i, _inline.bits(thread, 5, 3, 2))
 
-    def emit(context, ref, value):
-        del context
-        thread = utils.thread_idx()
-        # feature 16 c + 8 m + 4 k + i lies in warp c, lanes 4 (4 k + i) to 4 (4 k + i) + 3
-        k_i = arith.addi(_inline.bits(thread, 4, 1, 4), _inline.bits(thread, 2, 3, 0))
-        _inline.scatter(ref, value, arith.addi(k_i, _inline.bits(thread, 5, 3, 2)), 32, swizzled)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span() if swizzled else ()), _inline.WGMMA))
-    inline(emit)(ref, value)
+ORDER = _inline.Order(permute, _column, 32)
 
 
 # ---------------------------------------------------------------- the warpgroup that loads
@@ -147,21 +140,16 @@ def fetch(words: Any, tables: Any, part: int = 0) -> jax.Array:
 
 def decode(fetched: jax.Array) -> jax.Array:
     """The A operand of 64 features and 128 inputs, for `start`."""
-    if _mosaic.interpreting():
-        return fetched
-
-    def emit(context, fetched):
-        del context
-        e = _Emitter()
-        given = [e.element(register, 0) for register in fetched.registers.flat]
-        return _inline.words(e.operand(given), _LAYOUT, (128 * _WORDS,))
-
-    inline: Any = plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_OUT)
-    return inline(emit)(fetched)
+    return _through(fetched, lambda e, given: e.operand(given))
 
 
 def kept(codes: jax.Array) -> jax.Array:
     """`codes`, which LLVM must have by now."""
+    return _through(codes, lambda e, given: _inline.assembly([], given, _WORDS, [], jnp.int32))
+
+
+def _through(codes: jax.Array, work: Callable[[Any, list[Any]], Any]) -> jax.Array:
+    """What `work(emitter, registers)` makes of them; interpreted, codes are what they are."""
     if _mosaic.interpreting():
         return codes
 
@@ -169,7 +157,7 @@ def kept(codes: jax.Array) -> jax.Array:
         del context
         e = _Emitter()
         given = [e.element(register, 0) for register in codes.registers.flat]
-        return _inline.words(_inline.assembly([], given, _WORDS, [], jnp.int32), _LAYOUT, (128 * _WORDS,))
+        return _inline.words(work(e, given), _LAYOUT, (128 * _WORDS,))
 
     inline: Any = plgpu.inline_mgpu(arg_types=(_LAYOUT,), return_type=_OUT)
     return inline(emit)(codes)

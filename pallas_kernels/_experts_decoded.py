@@ -443,10 +443,10 @@ def _leave_together(x: Plan, r: Any, warpgroup, column, row, value, filled) -> N
 
 def _store(x: Plan, tile, value) -> None:
     if x.permuted and x.config.codes:
-        _expert_codes.store(tile, value.astype(x.out_dtype), x.swizzled)
-        return
-    store = _nibbles.store if x.permuted or x.encoded else _inline.store_transposed
-    store(tile, value.astype(x.out_dtype), x.swizzled)
+        order = _expert_codes.ORDER
+    else:
+        order = _nibbles.ORDER if x.permuted or x.encoded else _inline.AS_IT_IS
+    _inline.store_transposed(tile, value.astype(x.out_dtype), x.swizzled, order)
 
 
 def _lines(x: Plan, ref, half: int, nibbles: bool = False) -> Any:

@@ -6,8 +6,8 @@ Every function has a plain form for the interpreter. Loads, and stores but for t
 `_inline_memory`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,17 +132,36 @@ def add_scaled(sums: jax.Array, scale: jax.Array, part: jax.Array) -> jax.Array:
     return inline(emit)(sums, scale, part)
 
 
-def store_transposed(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
-    """`ref[...] = value.T` for a 16-bit value [64, n] in the layout of wgmma, and plain memory or as `span` says."""
+class Order(NamedTuple):
+    """An order of the 64 columns of a value that leaves registers transposed."""
+
+    permute: Callable[[jax.Array], jax.Array]
+    """What `store_transposed` does to the last axis of the transposed value."""
+    column: Callable[[Any], Any]
+    """Where a thread's first row goes."""
+    step: int
+    """How far behind it the second goes."""
+
+
+def _rows(thread):
+    return arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
+
+
+AS_IT_IS = Order(lambda x: x, _rows, 8)
+
+
+def store_transposed(ref: Any, value: jax.Array, swizzled: bool = False, order: Order = AS_IT_IS) -> None:
+    """`ref[...] = order.permute(value.T)` for a 16-bit value [64, n] in the layout of wgmma.
+
+    Memory is plain, or as `span` says.
+    """
     if _mosaic.interpreting():
-        ref[...] = value.T
+        ref[...] = order.permute(value.T)
         return
 
     def emit(context, ref, value):
         del context
-        thread = utils.thread_idx()
-        row = arith.addi(bits(thread, 5, 3, 4), bits(thread, 2, 7, 0))
-        scatter(ref, value, row, 8, swizzled)
+        scatter(ref, value, order.column(utils.thread_idx()), order.step, swizzled)
 
     inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(span() if swizzled else ()), WGMMA))
     inline(emit)(ref, value)

@@ -66,20 +66,13 @@ def unpacked(words: jax.Array, eight: bool) -> jax.Array:
     return permute(codes if eight else codes.astype(jnp.uint16))
 
 
-def store(ref: Any, value: jax.Array, swizzled: bool = False) -> None:
-    """`ref[...] = permute(value.T)`, else as `_inline.store_transposed`."""
-    if _mosaic.interpreting():
-        ref[...] = permute(value.T)
-        return
+def _column(thread):
+    return arith.addi(
+        arith.addi(_inline.bits(thread, 2, 3, 3), _inline.bits(thread, 4, 1, 0)), _inline.bits(thread, 5, 3, 1)
+    )
 
-    def emit(context, ref, value):
-        del context
-        thread = utils.thread_idx()
-        i_j = arith.addi(_inline.bits(thread, 2, 3, 3), _inline.bits(thread, 4, 1, 0))
-        _inline.scatter(ref, value, arith.addi(i_j, _inline.bits(thread, 5, 3, 1)), 32, swizzled)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(_inline.span() if swizzled else ()), _inline.WGMMA))
-    inline(emit)(ref, value)
+ORDER = _inline.Order(permute, _column, 32)
 
 
 # ---------------------------------------------------------------- scales
